@@ -1,0 +1,77 @@
+"""
+One writer broadcasts Python objects, large CPU tensors among them, to many readers.
+
+Words:
+
+* writer, reader: the one end that enqueues; an end that dequeues.
+* rank: which reader this is, 0 … n_readers - 1.
+* attachment, epoch: one life of a rank, from its handshake to its close or death; their number.
+* message: what is enqueued: one stream (the pickle bytes) and its out-of-band buffers.
+* segment: the shared memory of one queue: the data file, which the writer alone stores into, the
+  control file, where readers store, and the lock file, which tells who is alive.
+* ring, chunk: the ring is n_chunks chunks used in rotation; one message takes one chunk.
+* cursor: how many messages an end has finished. It only grows; the chunk is derived from it.
+* publish, release: the writer makes a message visible; a reader gives its chunk back.
+* backpressure: the ring is full, so the writer waits.
+* handle: what readers need in order to attach. It holds secrets.
+* control socket: the local socket between the writer and each reader.
+
+The path of a message::
+
+    object ─ pickler ─▶ stream + buffers ─ ring ─▶ published ─▶ reader: wait ▶ load ▶ release
+
+The modules in the order of the data: `config` and `handle` say what is wanted, `layout` where it
+lies, `segment` makes the memory, `control` says who is there and alive, `_ring` holds the hot loops,
+`pickler` turns objects into bytes, `queue` joins them, `cli` is the command.
+"""
+
+import sys
+
+if sys.platform != "linux":
+    raise ImportError(f"shmcast runs on Linux only (memory files, futexes), not on {sys.platform}")
+
+try:
+    import shmcast._ring  # noqa: F401  # only to say what to do where it is not built
+except ModuleNotFoundError as error:
+    if error.name != "shmcast._ring":
+        raise
+    raise ImportError(
+        "shmcast's extension is not built here: run `pip install .` (or `pip install -e .`) in its "
+        "source tree, and do not import it from there without that"
+    ) from error
+
+from shmcast.config import DEFAULT_OOB_THRESHOLD_BYTES, QueueConfig
+from shmcast.errors import (
+    AuthenticationError,
+    ConfigError,
+    MessageTooLarge,
+    ProtocolError,
+    QueueClosed,
+    QueueEmpty,
+    QueueFull,
+    QueueNotReady,
+    ReaderLost,
+    ShmcastError,
+    WriterLost,
+)
+from shmcast.handle import Handle
+from shmcast.queue import MessageQueue, MessageReader
+
+__all__ = [
+    "DEFAULT_OOB_THRESHOLD_BYTES",
+    "AuthenticationError",
+    "ConfigError",
+    "Handle",
+    "MessageQueue",
+    "MessageReader",
+    "MessageTooLarge",
+    "ProtocolError",
+    "QueueClosed",
+    "QueueConfig",
+    "QueueEmpty",
+    "QueueFull",
+    "QueueNotReady",
+    "ReaderLost",
+    "ShmcastError",
+    "WriterLost",
+]

@@ -1,0 +1,294 @@
+"""
+`QueueConfig`: every setting of a queue, its default and its rule, and where values come from.
+
+typed-settings was weighed for the layers below. It passes over missing files and unknown variables
+and its errors name neither file nor key; making it strict took more code than attrs and tomllib.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal, Self, cast
+
+import attrs
+
+from shmcast.errors import ConfigError
+
+__all__ = ["DEFAULT_OOB_THRESHOLD_BYTES", "QueueConfig"]
+
+KIB: Final = 1 << 10
+MIB: Final = 1 << 20
+GIB: Final = 1 << 30
+
+#: A buffer of this many bytes or more leaves the pickle stream.
+DEFAULT_OOB_THRESHOLD_BYTES: Final = 1 * MIB
+
+_VARIABLE_PREFIX: Final = "SHMCAST_"
+_TABLE: Final = "shmcast"
+_UNIT_BYTES: Final = {"": 1, "B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
+_SIZE: Final = re.compile(r"([0-9]+) ?(B|KiB|MiB|GiB)?", re.ASCII)
+
+
+@attrs.frozen
+class _Rule:
+    """What one setting allows: `check` returns the value to keep or raises ValueError or TypeError."""
+
+    allowed: str
+    check: Callable[[Any], Any]
+    parse: Callable[[str], Any] = str  # from the text of an environment variable
+
+
+def _plain_int(value: Any) -> int:
+    if isinstance(value, bool):
+        raise TypeError
+    return operator.index(value)
+
+
+def _within(number: int, least: int, most: int) -> int:
+    if not least <= number <= most:
+        raise ValueError
+    return number
+
+
+def _integer(least: int, most: int) -> _Rule:
+    return _Rule(
+        f"an integer from {least} to {most}",
+        lambda value: _within(_plain_int(value), least, most),
+        int,
+    )
+
+
+def _size(least: int, most: int) -> _Rule:
+    def check(value: Any) -> int:
+        if isinstance(value, str):
+            match = _SIZE.fullmatch(value.strip())
+            if match is None:
+                raise ValueError
+            value = int(match[1]) * _UNIT_BYTES[match[2] or ""]
+        return _within(_plain_int(value), least, most)
+
+    return _Rule(
+        f"an integer of bytes or a text such as '64 KiB' (units B, KiB, MiB, GiB), from {least} to {most} bytes",
+        check,
+    )
+
+
+def _choice(*words: str) -> _Rule:
+    def check(value: Any) -> str:
+        if not isinstance(value, str) or value not in words:
+            raise ValueError
+        return value
+
+    return _Rule(" or ".join(f'"{word}"' for word in words), check)
+
+
+def _check_seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError
+    return value
+
+
+def _check_ranks(value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, str | bytes | Mapping):
+        raise TypeError
+    ranks = tuple(_within(_plain_int(rank), 0, _MOST_READERS - 1) for rank in value)
+    if len(set(ranks)) != len(ranks):
+        raise ValueError
+    return ranks
+
+
+def _parse_ranks(text: str) -> tuple[int, ...]:
+    return tuple(int(rank) for rank in text.split(",")) if text.strip() else ()
+
+
+def _check_bind(value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise TypeError
+    match = re.fullmatch(r"tcp://(?:\[[^\]\s]+\]|[^:\s\[\]]+):([0-9]{1,5})", value, re.ASCII)
+    if match is None or int(match[1]) > 65535:
+        raise ValueError
+    return value
+
+
+_MOST_READERS: Final = 4096
+_RULES: Final[Mapping[str, _Rule]] = {
+    "n_readers": _integer(1, _MOST_READERS),
+    "local_reader_ranks": _Rule(
+        "None, or distinct ranks from 0 to n_readers - 1", _check_ranks, _parse_ranks
+    ),
+    "chunk_bytes": _size(KIB, 1024 * GIB),
+    "n_chunks": _integer(1, 1 << 20),
+    "oob_threshold_bytes": _size(0, 1 << 62),
+    "arena_bytes": _size(0, 1 << 46),
+    "receive": _choice("private", "copy"),
+    "spin_us": _integer(0, 1_000_000),
+    "on_reader_loss": _choice("raise", "evict"),
+    "warn_after_s": _Rule("a finite number of seconds above 0", _check_seconds, float),
+    "bind": _Rule('None, or "tcp://ADDRESS:PORT"', _check_bind),
+    "security": _choice("curve", "none"),
+}
+
+
+def _refusal(origin: str, key: str, value: object, allowed: str) -> ConfigError:
+    return ConfigError(f"{origin}: {key} = {value!r} is not allowed; allowed is {allowed}")
+
+
+def _checked(origin: str, key: str, value: object) -> Any:
+    rule = _RULES[key]
+    try:
+        return rule.check(value)
+    except (TypeError, ValueError, OverflowError):
+        raise _refusal(origin, key, value, rule.allowed) from None
+
+
+def _check_together(values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
+    n_readers, local = values["n_readers"], values["local_reader_ranks"]
+    if local is None:
+        return
+    if local and max(local) >= n_readers:
+        allowed = f"{_RULES['local_reader_ranks'].allowed}, and n_readers is {n_readers}"
+        raise _refusal(origins["local_reader_ranks"], "local_reader_ranks", local, allowed)
+    if len(local) < n_readers and values["bind"] is None:
+        remote = sorted(set(range(n_readers)) - set(local))
+        allowed = f"an address for the remote ranks {remote} (those not in local_reader_ranks)"
+        raise _refusal(origins["bind"], "bind", None, allowed)
+
+
+_CONSTRUCTOR: Final = "QueueConfig(...)"
+
+
+def _setting(default: object) -> Any:
+    """A field whose value goes through the rule of its name."""
+    return attrs.field(
+        default=default,
+        converter=attrs.Converter(  # type: ignore[misc]  # the plug-in knows functions only
+            lambda value, field: _checked(_CONSTRUCTOR, field.name, value), takes_field=True
+        ),
+    )
+
+
+@attrs.frozen(kw_only=True)
+class QueueConfig:
+    """
+    The settings of one queue, checked when made and fixed from then on.
+
+    Sizes are integers of bytes, or strings of a number and B, KiB, MiB or GiB; the attribute is
+    always an integer.
+
+    Attributes:
+        n_readers: how many readers there are, local and remote.
+        local_reader_ranks: the ranks on the writer's host, distinct and below `n_readers`; None
+            means all, () none. Remote ranks need `bind`.
+        chunk_bytes: the size of a chunk. A message that does not fit one travels by a memory file.
+        n_chunks: how many messages fit into the ring, from 1.
+        oob_threshold_bytes: a buffer this large or larger leaves the pickle stream; 0 means every
+            buffer that is not empty. It may exceed `chunk_bytes`.
+        arena_bytes: the size of the arena for large buffers; 0 turns it off. No effect yet.
+        receive: how a reader gets large buffers, "private" or "copy". No effect yet.
+        spin_us: for how many microseconds an end polls before it sleeps; 0 sleeps at once.
+        on_reader_loss: "raise" makes the call that notices a loss raise `ReaderLost`, "evict" logs
+            a warning and goes on.
+        warn_after_s: a wait of this many seconds is logged, once per such interval.
+        bind: the address for remote readers, such as "tcp://192.0.2.1:0". No effect yet.
+        security: "curve", or "none" for remote readers without keys. No effect yet.
+
+    Raises:
+        ConfigError: a value is not allowed; the text names the key, the value and the rule.
+    """
+
+    n_readers: int = _setting(1)
+    local_reader_ranks: tuple[int, ...] | None = _setting(None)
+    chunk_bytes: int = _setting(2 * MIB)
+    n_chunks: int = _setting(16)
+    oob_threshold_bytes: int = _setting(DEFAULT_OOB_THRESHOLD_BYTES)
+    arena_bytes: int = _setting(1 * GIB)
+    receive: Literal["private", "copy"] = _setting("private")
+    spin_us: int = _setting(30)
+    on_reader_loss: Literal["raise", "evict"] = _setting("raise")
+    warn_after_s: float = _setting(60)
+    bind: str | None = _setting(None)
+    security: Literal["curve", "none"] = _setting("curve")
+
+    def __attrs_post_init__(self) -> None:
+        values = {key: getattr(self, key) for key in _RULES}
+        _check_together(values, dict.fromkeys(_RULES, _CONSTRUCTOR))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str] | None = None, **overrides: object) -> Self:
+        """
+        A config from up to four places; the first that has a value wins.
+
+        These are: the overrides given here, `SHMCAST_*` environment variables (such as
+        `SHMCAST_CHUNK_BYTES=4MiB`; a tuple is written `0,1`), the `[shmcast]` table of the TOML
+        file at `path` (None reads no file), the defaults.
+
+        Raises:
+            ConfigError: a value is not allowed, a key or a variable is unknown, or the file is
+                missing, malformed or without the table; the text names the place.
+        """
+        values: dict[str, Any] = {field.name: field.default for field in attrs.fields(cls)}
+        origins = dict.fromkeys(_RULES, "default")
+        for origin_of, layer in (
+            (_file_origin(path), _from_file(path)),
+            (_variable_origin, _from_environment()),
+            (lambda key: f"QueueConfig.load({key}=...)", overrides),
+        ):
+            for key, value in layer.items():
+                if key not in _RULES:
+                    known = ", ".join(_RULES)
+                    raise ConfigError(f"{origin_of(key)}: there is no {key}; known are {known}")
+                values[key] = _checked(origin_of(key), key, value)
+                origins[key] = origin_of(key)
+        _check_together(values, origins)
+        return cls(**values)
+
+
+def _file_origin(path: str | os.PathLike[str] | None) -> Callable[[str], str]:
+    return lambda _key: f"{os.fspath(path) if path is not None else 'no file'} [{_TABLE}]"
+
+
+def _from_file(path: str | os.PathLike[str] | None) -> Mapping[str, object]:
+    if path is None:
+        return {}
+    try:
+        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError) as error:  # TOMLDecodeError, UnicodeDecodeError: ValueError
+        raise ConfigError(f"{path}: can't be read as a TOML file: {error}") from error
+    table = document.get(_TABLE)
+    if not isinstance(table, dict):
+        raise ConfigError(f"{os.fspath(path)}: there is no table [{_TABLE}] in this file")
+    return cast("dict[str, object]", table)
+
+
+def _variable_origin(key: str) -> str:
+    return f"environment variable {_VARIABLE_PREFIX}{key.upper()}"
+
+
+def _from_environment() -> Mapping[str, object]:
+    layer: dict[str, object] = {}
+    for variable, text in sorted(os.environ.items()):
+        if not variable.startswith(_VARIABLE_PREFIX):
+            continue
+        suffix = variable.removeprefix(_VARIABLE_PREFIX)
+        key = suffix.lower()
+        rule = _RULES.get(key) if suffix.isupper() else None
+        if rule is None:
+            known = ", ".join(_VARIABLE_PREFIX + name.upper() for name in _RULES)
+            raise ConfigError(f"environment variable {variable} is unknown; known are {known}")
+        try:
+            layer[key] = rule.parse(text)
+        except ValueError:
+            raise _refusal(_variable_origin(key), key, text, rule.allowed) from None
+    return layer

@@ -1,0 +1,900 @@
+"""
+The control socket and the locks: who is attached, and who is alive. Messages are not known here.
+
+A reader connects to the writer's socket (abstract, so nothing is left in the file system), and the
+two of them step through the handshake::
+
+    reader                                   writer
+      connect, check the writer's user   →
+      CLAIM rank, token                  →   check the reader's user, the token, the rank
+                                         ←   SEGMENT epoch, with three descriptors
+      map, lock the rank's byte, MAPPED  →   check the lock, wait for this rank from now on
+                                         ←   ADMISSION the first message's number
+      start there                        ←   FILE nonce, with a descriptor: one per large message
+
+No thread serves the socket: an end takes its steps, none of which waits, whenever it waits anyway.
+
+Alive is who holds a POSIX record lock on a byte of the lock file. The kernel drops it when the
+process dies, however it dies, and does not hand it on to a forked child that still has the socket.
+Two traps of these locks shape this file: a process sees its own locks as free, and closing any
+descriptor of the file drops all of them. So `_LockFile` is one per file and process.
+"""
+
+from __future__ import annotations
+
+import collections
+import errno
+import fcntl
+import hmac
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, Self
+
+import attrs
+
+from shmcast.errors import (
+    AuthenticationError,
+    ProtocolError,
+    QueueClosed,
+    ShmcastError,
+    WriterLost,
+)
+
+__all__ = ["Holder", "LockFile", "ReaderControl", "WriterControl"]
+
+WRITER_BYTE: Final = 0
+
+_FRAME: Final = struct.Struct("=8sIIQ")  # magic and version, kind, rank, number; then a body
+_MAGIC: Final = b"shmcast\x01"
+_MOST_FRAME_BYTES: Final = 1024
+_CLAIM, _SEGMENT, _MAPPED, _ADMISSION, _FILE, _REFUSAL, _DENIAL, _CLOSING = range(1, 9)
+
+_SILENCE_S: Final = 5.0  # an accepted connection that makes no claim for this long is closed
+_UNLOCKED_S: Final = 1.0  # a process may be seen without its lock for this long while it dies
+_BACKLOG: Final = 64
+_SO_PEERPIDFD: Final = 77  # Linux 6.5; not in `socket` (asm-generic/socket.h)
+_F_LOCK: Final = struct.Struct("hhqqi4x")
+
+
+def rank_byte(rank: int) -> int:
+    """The byte of the lock file that the rank's reader holds."""
+    return 1 + rank
+
+
+# --- who is alive ---------------------------------------------------------------------------------
+
+
+class LockFile:
+    """
+    The lock file of one queue in this process; there is never a second object for the same file.
+
+    `of` takes over a descriptor. Every one stays open until the last end of this process has gone,
+    since closing any of them would drop the locks of all.
+    """
+
+    _registry: dict[tuple[int, int], LockFile] = {}
+    _registry_lock = threading.Lock()
+
+    def __init__(self, key: tuple[int, int]) -> None:
+        self._key = key
+        self._descriptors: list[int] = []
+        self._held: set[int] = set()
+        self._users = 0
+
+    @classmethod
+    def of(cls, descriptor: int) -> LockFile:
+        """The object for the file behind this descriptor, which it owns from now on."""
+        status = os.fstat(descriptor)
+        key = (status.st_dev, status.st_ino)
+        with cls._registry_lock:
+            lock_file = cls._registry.setdefault(key, cls(key))
+            lock_file._descriptors.append(descriptor)
+            lock_file._users += 1
+            return lock_file
+
+    @property
+    def descriptor(self) -> int:
+        """A descriptor to hand to others; not to be closed."""
+        return self._descriptors[0]
+
+    def hold(self, byte: int) -> None:
+        """
+        Lock a byte until `give_back` or the end of this process.
+
+        Raises:
+            ProtocolError: another end holds it.
+        """
+        with self._registry_lock:
+            if byte in self._held:
+                raise ProtocolError(f"byte {byte} of the lock file is held by this process")
+            try:
+                self._fcntl(fcntl.F_SETLK, fcntl.F_WRLCK, byte)
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.EACCES):
+                    raise
+                raise ProtocolError(f"byte {byte} of the lock file is held elsewhere") from None
+            self._held.add(byte)
+
+    def give_back(self, byte: int) -> None:
+        """Unlock a byte."""
+        with self._registry_lock:
+            self._held.discard(byte)
+            self._fcntl(fcntl.F_SETLK, fcntl.F_UNLCK, byte)
+
+    def is_held(self, byte: int) -> bool:
+        """Whether an end that is alive holds the byte, in this process or in another one."""
+        if byte in self._held:
+            return True
+        kind, *_ = _F_LOCK.unpack(self._fcntl(fcntl.F_GETLK, fcntl.F_WRLCK, byte))
+        return bool(kind != fcntl.F_UNLCK)
+
+    def drop(self) -> None:
+        """One user less; the last one closes the file."""
+        with self._registry_lock:
+            self._users -= 1
+            if self._users:
+                return
+            del self._registry[self._key]
+            for descriptor in self._descriptors:
+                os.close(descriptor)
+
+    def _fcntl(self, command: int, kind: int, byte: int) -> bytes:
+        request = _F_LOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
+        return fcntl.fcntl(self._descriptors[0], command, request)
+
+    @classmethod
+    def _after_fork_in_child(cls) -> None:
+        """
+        The child holds none of the locks, and its parent's attachments are others' to it.
+
+        The descriptors stay open: if the child attaches to the same queue, closing one of them
+        would drop the child's own lock.
+        """
+        cls._registry_lock = threading.Lock()
+        for lock_file in cls._registry.values():
+            lock_file._held.clear()
+            lock_file._users += 1  # nobody's: the file stays until the child ends
+
+
+os.register_at_fork(after_in_child=LockFile._after_fork_in_child)
+
+
+def _is_gone(pidfd: int | None) -> bool:
+    """Whether the process has ended; also true where there is nothing to ask."""
+    if pidfd is None:
+        return True
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _peer_of(connection: socket.socket) -> tuple[int, int]:
+    """The process and the user on the other side, as the kernel knows them."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", credentials)
+    return pid, uid
+
+
+def _is_writable(connection: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(connection, select.POLLOUT)
+    return bool(poll.poll(0))
+
+
+def _pidfd_of(connection: socket.socket, pid: int) -> int | None:
+    """A descriptor of the peer's process, or None if it is of another pid namespace."""
+    try:
+        return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError:  # Linux before 6.5; the peer's number cannot have been reused this early
+        try:
+            return os.pidfd_open(pid)
+        except OSError:
+            return None
+
+
+@attrs.define(eq=False)
+class _Unlocked:
+    """Tells a process that is dying from one that lost its lock though it lives."""
+
+    since: float | None = None
+
+    def is_dead(self, lock_file: LockFile, byte: int, pidfd: int | None, who: str) -> bool:
+        """
+        Whether the holder of the byte has died.
+
+        Raises:
+            ProtocolError: it has not held its lock for a second and yet is alive.
+        """
+        if lock_file.is_held(byte):
+            self.since = None
+            return False
+        if _is_gone(pidfd):
+            return True
+        now = time.monotonic()
+        if self.since is None:
+            self.since = now
+        if now - self.since < _UNLOCKED_S:
+            return False
+        self.since = None
+        raise ProtocolError(
+            f"{who} is alive but its lock is gone: its program closed a descriptor that is not its own"
+        )
+
+
+# --- frames ---------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class _Frame:
+    kind: int
+    rank: int
+    number: int
+    body: bytes
+    descriptors: tuple[int, ...]
+
+    def close_descriptors(self) -> None:
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+
+def _send(
+    connection: socket.socket,
+    kind: int,
+    *,
+    rank: int = 0,
+    number: int = 0,
+    body: bytes = b"",
+    descriptors: Sequence[int] = (),
+) -> bool:
+    """Send one frame. False if it would have to wait; raises OSError if the peer is gone."""
+    data = _FRAME.pack(_MAGIC, kind, rank, number) + body[: _MOST_FRAME_BYTES - _FRAME.size]
+    try:
+        socket.send_fds(connection, [data], descriptors, socket.MSG_NOSIGNAL)
+    except OSError as error:
+        # ETOOMANYREFS: too many descriptors are under way; the peer takes them some time.
+        if error.errno in (errno.EAGAIN, errno.ETOOMANYREFS, errno.ENOBUFS):
+            return False
+        raise
+    return True
+
+
+class _Gone(Exception):
+    """The connection has ended."""
+
+
+class _NoDescriptors(Exception):
+    """A frame came whose descriptors this process had no room for; `number` is the frame's."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def _receive(connection: socket.socket, most_descriptors: int) -> _Frame | None:
+    """
+    The next frame, or None if there is none now.
+
+    Raises:
+        _Gone: the connection has ended.
+        _NoDescriptors: this process is out of descriptors; the frame is lost.
+        ProtocolError: something else than a frame came.
+    """
+    try:
+        data, descriptors, flags, _ = socket.recv_fds(
+            connection, _MOST_FRAME_BYTES + 1, most_descriptors, socket.MSG_CMSG_CLOEXEC
+        )
+    except BlockingIOError:
+        return None
+    except ConnectionError:
+        raise _Gone from None
+    received = tuple(descriptors)
+    try:
+        if not data:
+            raise _Gone
+        if not _FRAME.size <= len(data) <= _MOST_FRAME_BYTES:
+            raise ProtocolError(f"a frame of {len(data)} bytes came over the control socket")
+        magic, kind, rank, number = _FRAME.unpack_from(data)
+        if magic != _MAGIC:
+            raise ProtocolError(f"no shmcast peer of this version: its frame starts with {magic!r}")
+        if flags & socket.MSG_CTRUNC:
+            raise _NoDescriptors(number)
+    except BaseException:
+        for descriptor in received:
+            os.close(descriptor)
+        raise
+    return _Frame(kind, rank, number, data[_FRAME.size :], received)
+
+
+# --- the writer's side ----------------------------------------------------------------------------
+
+
+@attrs.define(eq=False)
+class _Connection:
+    """A connection that the writer has accepted."""
+
+    socket: socket.socket
+    pid: int
+    pidfd: int | None
+    accepted_at: float
+    claimed_rank: int | None = None  # a valid claim, waiting for the rank to become vacant
+    is_open: bool = True
+
+    def close(self) -> None:
+        self.is_open = False
+        self.socket.close()
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+
+
+@attrs.define(eq=False)
+class Holder:
+    """
+    The attachment of a rank: offered to a claimant, or admitted.
+
+    Attributes:
+        is_mapped: whether it has said that it is ready.
+        is_admitted: whether the writer waits for it.
+        n_files_sent: how many of the kept files it has been sent.
+    """
+
+    rank: int
+    epoch: int
+    connection: _Connection
+    is_mapped: bool = False
+    is_admitted: bool = False
+    n_files_sent: int = 0
+    unlocked: _Unlocked = attrs.field(factory=_Unlocked)
+
+    @property
+    def pid(self) -> int:
+        """The process that claimed the rank."""
+        return self.connection.pid
+
+
+@attrs.define(eq=False)
+class WriterControl:
+    """
+    The writer's side of the control socket: serves claims and says who holds which rank.
+
+    Used under the lock of the writer's end.
+
+    Args:
+        address: the name of the socket in the abstract namespace.
+        token: the secret that a claimant must show.
+        ranks: the ranks that may be claimed here.
+        descriptors: the data and the control file.
+        lock_file: whose bytes tell who is alive.
+        new_epoch: begins a rank's next epoch and returns its number.
+        admit: makes the writer wait for a rank; says with which message it starts. Called with
+            the rank and whether this is its first attachment.
+        strike: makes the writer wait no longer for a rank.
+        has_left: whether the rank's present attachment has left.
+    """
+
+    address: str
+    token: str
+    ranks: tuple[int, ...]
+    descriptors: tuple[int, int]
+    lock_file: LockFile
+    new_epoch: Callable[[int], int]
+    admit: Callable[[int, bool], int]
+    strike: Callable[[int], None]
+    has_left: Callable[[int], bool]
+
+    holders: dict[int, Holder] = attrs.field(init=False, factory=dict)
+    _never_admitted: set[int] = attrs.field(init=False)
+    _kept_files: dict[int, int] = attrs.field(init=False, factory=dict)  # nonce → descriptor
+    _connections: dict[int, _Connection] = attrs.field(init=False, factory=dict)
+    _listener: socket.socket = attrs.field(init=False)
+    _epoll: select.epoll = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._never_admitted = set(self.ranks)
+        self._listener = socket.socket(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+        )
+        try:
+            self._listener.bind("\0" + self.address)
+            self._listener.listen(len(self.ranks) + _BACKLOG)
+            self._epoll = select.epoll()
+            self._epoll.register(self._listener, select.EPOLLIN)
+        except BaseException:
+            self._listener.close()
+            raise
+
+    @property
+    def missing_ranks(self) -> tuple[int, ...]:
+        """The ranks that no admitted reader holds."""
+        return tuple(
+            rank
+            for rank in self.ranks
+            if rank not in self.holders or not self.holders[rank].is_admitted
+        )
+
+    def admitted(self) -> Iterator[Holder]:
+        """The holders that the writer waits for."""
+        return (holder for holder in list(self.holders.values()) if holder.is_admitted)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until something arrives on the socket."""
+        self._epoll.poll(timeout_s, 1)
+
+    def serve(self) -> None:
+        """Answer everything that has arrived; never waits."""
+        events = self._epoll.poll(0)
+        for descriptor, _ in events:
+            connection = self._connections.get(descriptor)
+            if connection is not None:
+                self._serve_connection(connection)
+        if any(descriptor == self._listener.fileno() for descriptor, _ in events):
+            self._accept()
+        for connection in list(self._connections.values()):
+            if connection.claimed_rank is not None or self._holder_of(connection) is not None:
+                self._advance(connection)
+        self._drop_silent()
+
+    def _drop_silent(self) -> None:
+        """Close who has connected and says nothing: after a while, and the oldest if they are many."""
+        silent = [
+            connection
+            for connection in self._connections.values()
+            if connection.claimed_rank is None and self._holder_of(connection) is None
+        ]
+        oldest_allowed = time.monotonic() - _SILENCE_S
+        for index, connection in enumerate(silent):
+            if connection.accepted_at < oldest_allowed or len(silent) - index > _BACKLOG:
+                self._forget(connection)
+
+    def _accept(self) -> None:
+        for _ in range(len(self.ranks) + _BACKLOG):
+            try:
+                accepted, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                # Out of descriptors, or the peer has gone: it stays in the backlog, or is no more.
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED):
+                    return
+                raise
+            accepted.setblocking(False)
+            pid, uid = _peer_of(accepted)
+            if uid != os.geteuid():
+                accepted.close()
+                continue
+            connection = _Connection(accepted, pid, _pidfd_of(accepted, pid), time.monotonic())
+            self._connections[accepted.fileno()] = connection
+            self._epoll.register(accepted, select.EPOLLIN)
+            self._serve_connection(connection)
+
+    def _forget(self, connection: _Connection) -> None:
+        """Close a connection that holds no admitted rank."""
+        holder = self._holder_of(connection)
+        if holder is not None:
+            del self.holders[holder.rank]
+        del self._connections[connection.socket.fileno()]
+        self._unwatch(connection)
+        connection.close()
+
+    def _unwatch(self, connection: _Connection) -> None:
+        try:
+            self._epoll.unregister(connection.socket)
+        except (FileNotFoundError, ValueError, OSError):
+            pass  # it was unwatched before, or the caller's program closed it
+
+    def _holder_of(self, connection: _Connection) -> Holder | None:
+        for holder in self.holders.values():
+            if holder.connection is connection:
+                return holder
+        return None
+
+    def _serve_connection(self, connection: _Connection) -> None:
+        self._guarded(connection, self._take_frames)
+
+    def _advance(self, connection: _Connection) -> None:
+        """Go on with what had to wait: a claim, or an admission."""
+        self._guarded(connection, self._take_up)
+
+    def _guarded(self, connection: _Connection, step: Callable[[_Connection], None]) -> None:
+        try:
+            step(connection)
+        except (_Gone, _NoDescriptors, ProtocolError, OSError):
+            # The end of a connection is no death, and garbage none either: a holder that was
+            # admitted stays one for as long as its lock says so.
+            holder = self._holder_of(connection)
+            if holder is not None and holder.is_admitted:
+                self._unwatch(connection)
+            elif connection.is_open:
+                self._forget(connection)
+
+    def _take_up(self, connection: _Connection) -> None:
+        holder = self._holder_of(connection)
+        if connection.claimed_rank is not None:
+            self._decide(connection, connection.claimed_rank)
+        elif holder is not None and holder.is_mapped and not holder.is_admitted:
+            self._try_admit(holder)
+
+    def _take_frames(self, connection: _Connection) -> None:
+        while connection.is_open:
+            holder = self._holder_of(connection)
+            frame = _receive(connection.socket, 0)
+            if frame is None:
+                return
+            if frame.kind == _CLAIM and holder is None and connection.claimed_rank is None:
+                self._claim(connection, frame)
+            elif (
+                frame.kind == _MAPPED
+                and holder is not None
+                and not holder.is_mapped
+                and frame.number == holder.epoch
+            ):
+                holder.is_mapped = True
+                self._try_admit(holder)
+            else:
+                raise ProtocolError(f"a frame of kind {frame.kind} is out of turn")
+
+    def _claim(self, connection: _Connection, frame: _Frame) -> None:
+        if not hmac.compare_digest(frame.body, self.token.encode()):
+            self._refuse(connection, _DENIAL, "the token is not the one of this queue")
+        elif frame.rank not in self.ranks:
+            self._refuse(
+                connection, _REFUSAL, f"rank {frame.rank} is not one of {list(self.ranks)}"
+            )
+        else:
+            self._decide(connection, frame.rank)
+
+    def _decide(self, connection: _Connection, rank: int) -> None:
+        """Offer the rank, refuse it, or let the claim wait until a death has been handled."""
+        connection.claimed_rank = rank
+        holder = self.holders.get(rank)
+        if holder is not None and holder.is_admitted and self.has_left(rank):
+            self.vacate(rank)
+            holder = None
+        if holder is None:
+            self._offer(connection, rank)
+        elif not holder.is_admitted or self.lock_file.is_held(rank_byte(rank)):
+            verb = "held" if holder.is_admitted else "being claimed"
+            self._refuse(
+                connection, _REFUSAL, f"rank {rank} is {verb} by process {holder.pid}, which is alive"
+            )
+
+    def _refuse(self, connection: _Connection, kind: int, text: str) -> None:
+        _send(connection.socket, kind, body=text.encode())
+        self._forget(connection)
+
+    def _offer(self, connection: _Connection, rank: int) -> None:
+        holder = Holder(rank, self.new_epoch(rank), connection)
+        connection.claimed_rank = None
+        self.holders[rank] = holder
+        if not _send(
+            connection.socket,
+            _SEGMENT,
+            rank=rank,
+            number=holder.epoch,
+            descriptors=(*self.descriptors, self.lock_file.descriptor),
+        ):
+            self._forget(connection)
+
+    def _try_admit(self, holder: Holder) -> None:
+        """Admit a reader that is mapped, unless its socket is full: then the next step tries again."""
+        connection = holder.connection.socket
+        if not self.lock_file.is_held(rank_byte(holder.rank)):
+            raise ProtocolError(f"rank {holder.rank} says that it is mapped, but holds no lock")
+        is_first = holder.rank in self._never_admitted
+        if is_first:
+            for nonce, descriptor in list(self._kept_files.items())[holder.n_files_sent :]:
+                if not _send(connection, _FILE, number=nonce, descriptors=(descriptor,)):
+                    return
+                holder.n_files_sent += 1
+        if not _is_writable(connection):
+            return
+        # The cursor is set before the reader learns where to start: from then on it is its own.
+        start = self.admit(holder.rank, is_first)
+        holder.is_admitted = True
+        self._never_admitted.discard(holder.rank)
+        if not self._never_admitted:
+            self._drop_kept_files()
+        _send(connection, _ADMISSION, rank=holder.rank, number=start)
+
+    def vacate(self, rank: int) -> None:
+        """End a rank's attachment, which has left or died; it may be claimed from now on."""
+        self.strike(rank)
+        holder = self.holders.pop(rank)
+        self._connections.pop(holder.connection.socket.fileno(), None)
+        self._unwatch(holder.connection)
+        holder.connection.close()
+
+    def is_dead(self, holder: Holder) -> bool:
+        """
+        Whether an admitted holder has died.
+
+        Raises:
+            ProtocolError: it lost its lock though it is alive.
+        """
+        who = f"rank {holder.rank} (pid {holder.pid})"
+        pidfd = holder.connection.pidfd
+        return holder.unlocked.is_dead(self.lock_file, rank_byte(holder.rank), pidfd, who)
+
+    def send_file(self, nonce: int, descriptor: int, done: set[Holder]) -> bool:
+        """
+        Send a message's file to every admitted reader, but for those in `done`, which grows.
+
+        Returns False if some reader's socket is full: try again later.
+        """
+        for holder in self.admitted():
+            if holder in done:
+                continue
+            try:
+                if not _send(
+                    holder.connection.socket, _FILE, number=nonce, descriptors=(descriptor,)
+                ):
+                    return False
+            except OSError:
+                pass  # it is dying, or it closed its socket and finds the file missing
+            done.add(holder)
+        return True
+
+    def keep_file(self, nonce: int, descriptor: int) -> None:
+        """Keep a published message's file for the ranks that have never attached; owns it now."""
+        if self._never_admitted:
+            self._kept_files[nonce] = descriptor
+        else:
+            os.close(descriptor)
+
+    def _drop_kept_files(self) -> None:
+        for descriptor in self._kept_files.values():
+            os.close(descriptor)
+        self._kept_files.clear()
+
+    def close(self) -> None:
+        """Close the socket and every connection; those that are not admitted are told."""
+        self._listener.close()
+        for connection in self._connections.values():
+            try:
+                _send(connection.socket, _CLOSING)
+            except OSError:
+                pass  # it has gone before us
+        self.close_descriptors()
+
+    def close_descriptors(self) -> None:
+        """Close what this process has open, and say nothing: all that a forked child may do."""
+        self._listener.close()
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+        self._epoll.close()
+        self._drop_kept_files()
+
+
+# --- the reader's side ----------------------------------------------------------------------------
+
+
+@attrs.define(eq=False)
+class ReaderControl:
+    """
+    The reader's side of the control socket. Used under the lock of the reader's end.
+
+    Args:
+        address: the name of the writer's socket.
+        token: the secret to show.
+        rank: the rank to claim.
+    """
+
+    address: str
+    token: str
+    rank: int
+
+    epoch: int = attrs.field(init=False, default=0)
+    #: The data and the control file, once offered; the caller takes them over and then confirms.
+    offered: tuple[int, int] | None = attrs.field(init=False, default=None)
+    start: int | None = attrs.field(init=False, default=None)
+    writer_pid: int | None = attrs.field(init=False, default=None)
+    lock_file: LockFile | None = attrs.field(init=False, default=None)
+    _holds_byte: bool = attrs.field(init=False, default=False)
+    _is_connected: bool = attrs.field(init=False, default=False)
+    _socket: socket.socket = attrs.field(init=False)
+    _writer_pidfd: int | None = attrs.field(init=False, default=None)
+    _unlocked: _Unlocked = attrs.field(init=False, factory=_Unlocked)
+    _files: collections.deque[tuple[int, int | None]] = attrs.field(
+        init=False, factory=collections.deque
+    )
+
+    @classmethod
+    def connect(cls, address: str, token: str, rank: int) -> Self:
+        """
+        Connect to a writer and claim the rank, without waiting for the answer.
+
+        Raises:
+            WriterLost: nobody listens at this address.
+            AuthenticationError: another user does.
+        """
+        control = cls(address, token, rank)
+        control._socket = socket.socket(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+        )
+        try:
+            control._try_connect()
+        except BaseException:
+            control._socket.close()
+            raise
+        return control
+
+    def _try_connect(self) -> None:
+        try:
+            self._socket.connect("\0" + self.address)
+        except BlockingIOError:
+            return  # the backlog is full; the next step tries again
+        except ConnectionRefusedError:
+            raise WriterLost(
+                f"rank {self.rank} found no writer at @{self.address}: it has closed or died, or "
+                f"is in another network namespace (such a reader is a remote one)"
+            ) from None
+        pid, uid = _peer_of(self._socket)
+        if uid != os.geteuid():
+            raise AuthenticationError(
+                f"the socket @{self.address} belongs to user {uid}, not to {os.geteuid()}"
+            )
+        self.writer_pid = pid
+        self._writer_pidfd = _pidfd_of(self._socket, pid)
+        self._is_connected = True
+        _send(self._socket, _CLAIM, rank=self.rank, body=self.token.encode())
+
+    @property
+    def is_admitted(self) -> bool:
+        """Whether the handshake is done."""
+        return self.start is not None
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until something arrives on the socket."""
+        if not self._is_connected:
+            time.sleep(min(timeout_s, 0.01))
+            return
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        poll.poll(timeout_s * 1e3)
+
+    def step(self) -> None:
+        """
+        Take the handshake as far as it goes without waiting.
+
+        Raises:
+            ProtocolError: the writer refused the rank, or is no shmcast peer of this version.
+            AuthenticationError: the token is not the queue's.
+            QueueClosed: the writer closed before it admitted this reader.
+            WriterLost: the writer died before.
+        """
+        if not self._is_connected:
+            self._try_connect()
+        while self._is_connected and not self.is_admitted and self.offered is None:
+            try:
+                frame = _receive(self._socket, 3)
+            except _Gone:
+                raise WriterLost(f"the writer {self._whom} ended before it admitted {self._me}") from None
+            except _NoDescriptors:
+                raise ShmcastError(f"{self._me} has no room for descriptors (RLIMIT_NOFILE)") from None
+            if frame is None:
+                # A forked child of the writer may hold the socket open after its death.
+                if self._writer_pidfd is not None and _is_gone(self._writer_pidfd):
+                    raise WriterLost(f"the writer {self._whom} died before it admitted {self._me}")
+                return
+            self._take(frame)
+
+    def confirm(self) -> None:
+        """Lock the rank's byte and say that the offered segment is mapped."""
+        assert self.lock_file is not None  # it came with the offer
+        self.offered = None
+        self.lock_file.hold(rank_byte(self.rank))
+        self._holds_byte = True
+        _send(self._socket, _MAPPED, rank=self.rank, number=self.epoch)
+
+    @property
+    def _me(self) -> str:
+        return f"rank {self.rank}"
+
+    @property
+    def _whom(self) -> str:
+        return f"(pid {self.writer_pid})"
+
+    def _take(self, frame: _Frame) -> None:
+        n_descriptors = len(frame.descriptors)
+        if frame.kind == _SEGMENT and n_descriptors == 3 and self.lock_file is None:
+            data, control, locks = frame.descriptors
+            # Closing this one on an error would drop the locks of an end in this very process.
+            self.lock_file = LockFile.of(locks)
+            self.epoch, self.offered = frame.number, (data, control)
+            return
+        if frame.kind == _FILE and n_descriptors == 1:
+            self._files.append((frame.number, frame.descriptors[0]))
+            return
+        frame.close_descriptors()
+        if frame.kind == _ADMISSION and self._holds_byte:
+            self.start = frame.number
+        elif frame.kind == _REFUSAL:
+            raise ProtocolError(frame.body.decode(errors="replace"))
+        elif frame.kind == _DENIAL:
+            raise AuthenticationError(frame.body.decode(errors="replace"))
+        elif frame.kind == _CLOSING:
+            raise QueueClosed(f"the writer closed before it admitted {self._me}")
+        else:
+            raise ProtocolError(f"the writer sent a frame of kind {frame.kind} out of turn")
+
+    def collect_files(self) -> None:
+        """Take what has arrived, so that the socket does not fill while this reader waits."""
+        while True:
+            try:
+                frame = _receive(self._socket, 1)
+            except (_Gone, OSError):
+                return  # what is missing is said by the message that misses it
+            except _NoDescriptors as cut:
+                self._files.append((cut.number, None))
+                continue
+            if frame is None:
+                return
+            if frame.kind == _FILE and len(frame.descriptors) == 1:
+                self._files.append((frame.number, frame.descriptors[0]))
+            else:
+                frame.close_descriptors()
+
+    def take_file(self, nonce: int) -> int:
+        """
+        The descriptor that was sent under this nonce, which the caller owns; older ones are dropped.
+
+        It was sent before its message was published, so it is there.
+
+        Raises:
+            ShmcastError: this process had no room for the descriptor.
+            ProtocolError: it is not there.
+        """
+        self.collect_files()
+        # Nonces only grow. An older file belongs to an attempt that was given up.
+        while self._files and self._files[0][0] <= nonce:
+            number, descriptor = self._files.popleft()
+            if number == nonce and descriptor is not None:
+                return descriptor
+            if descriptor is not None:
+                os.close(descriptor)
+            elif number == nonce:
+                raise ShmcastError(
+                    f"{self._me} lost a message: no room for its descriptor (RLIMIT_NOFILE)"
+                )
+        raise ProtocolError(f"{self._me} lost a message: its file did not come over the control socket")
+
+    def is_writer_dead(self) -> bool:
+        """
+        Whether the writer has died.
+
+        Raises:
+            ProtocolError: it lost its lock though it is alive.
+        """
+        assert self.lock_file is not None  # after the handshake it is there
+        who = f"the writer {self._whom}"
+        return self._unlocked.is_dead(self.lock_file, WRITER_BYTE, self._writer_pidfd, who)
+
+    def close(self) -> None:
+        """Give the rank's byte back and close the connection."""
+        if self.lock_file is not None:
+            if self._holds_byte:
+                self.lock_file.give_back(rank_byte(self.rank))
+                self._holds_byte = False
+            self.lock_file.drop()
+            self.lock_file = None
+        self.close_descriptors()
+
+    def close_descriptors(self) -> None:
+        """Close what this process has open, and say nothing: all that a forked child may do."""
+        self._socket.close()
+        if self._writer_pidfd is not None:
+            os.close(self._writer_pidfd)
+            self._writer_pidfd = None
+        for descriptor in self.offered or ():
+            os.close(descriptor)
+        self.offered = None
+        while self._files:
+            _, descriptor = self._files.popleft()
+            if descriptor is not None:
+                os.close(descriptor)

@@ -1,0 +1,140 @@
+"""`Handle`: what a reader needs in order to attach. Whoever holds it may read the queue."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Final, Self
+
+import attrs
+
+from shmcast.errors import ProtocolError
+
+__all__ = ["Handle"]
+
+_VERSION: Final = 1
+TOKEN_BYTES: Final = 32
+
+
+@attrs.frozen(kw_only=True)
+class Handle:
+    """
+    The address of a queue and the secrets that open it; one handle serves every rank.
+
+    It can be pickled, written as JSON and saved. `repr` shows everything but the secrets.
+
+    Attributes:
+        endpoint: the address for remote readers, or None where there are none.
+        n_readers: how many readers the queue has.
+        local_reader_ranks: the ranks that attach on the writer's host.
+        local_address: the name of the control socket in the abstract Unix namespace.
+        token: the secret that a reader shows, in hexadecimal.
+    """
+
+    endpoint: str | None
+    n_readers: int
+    local_reader_ranks: tuple[int, ...]
+    local_address: str
+    token: str = attrs.field(repr=False)
+
+    def to_json(self) -> str:
+        """The handle as a JSON object; all secrets stand under `secrets`."""
+        return json.dumps(
+            {
+                "shmcast_handle": _VERSION,
+                "endpoint": self.endpoint,
+                "n_readers": self.n_readers,
+                "local_reader_ranks": list(self.local_reader_ranks),
+                "local_address": self.local_address,
+                "secrets": {"token": self.token},
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """
+        The handle that `to_json` wrote.
+
+        Raises:
+            ProtocolError: the text is no handle of this version; it says what is wrong.
+        """
+        try:
+            content = json.loads(text)
+        except (ValueError, TypeError, RecursionError) as error:
+            # The text is left out: it may hold a secret.
+            raise ProtocolError(f"not a handle: malformed JSON ({type(error).__name__})") from None
+        return cls(**_checked(content))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the handle to a file that only its owner can read and write (mode 0600)."""
+        target = Path(path)
+        # Written beside the target and moved over it, so that neither an old file's mode nor a
+        # half-written file is ever seen.
+        scratch = target.with_name(f".{target.name}.{os.getpid()}.{os.urandom(4).hex()}")
+        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            with open(descriptor, "w", encoding="utf-8") as file:
+                file.write(self.to_json())
+            os.replace(scratch, target)
+        except BaseException:
+            scratch.unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """
+        The handle that `save` wrote.
+
+        Raises:
+            ProtocolError: the file holds no handle of this version.
+            OSError: the file cannot be read.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise ProtocolError(f"{os.fspath(path)} is not a handle: not UTF-8 text") from None
+        return cls.from_json(text)
+
+
+def _checked(content: Any) -> dict[str, Any]:
+    def need(condition: bool, what: str) -> None:
+        if not condition:
+            raise ProtocolError(f"not a handle: {what}")
+
+    def is_count(value: object) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool)
+
+    need(isinstance(content, dict), "a JSON object is expected")
+    version = content.get("shmcast_handle")
+    need(version == _VERSION, f"shmcast_handle is {version!r}, this version reads {_VERSION}")
+    endpoint, n_readers = content.get("endpoint"), content.get("n_readers")
+    ranks, address = content.get("local_reader_ranks"), content.get("local_address")
+    secrets = content.get("secrets")
+    need(endpoint is None or isinstance(endpoint, str), f"endpoint is {endpoint!r}")
+    need(is_count(n_readers) and n_readers > 0, f"n_readers is {n_readers!r}")
+    need(
+        isinstance(ranks, list)
+        and all(is_count(rank) and 0 <= rank < n_readers for rank in ranks)
+        and len(set(ranks)) == len(ranks),
+        f"local_reader_ranks is {ranks!r}, n_readers is {n_readers}",
+    )
+    # 107 bytes is what a Unix address holds besides the leading zero byte.
+    need(
+        isinstance(address, str) and address.isascii() and 0 < len(address) <= 107,
+        f"local_address is {address!r}",
+    )
+    token = secrets.get("token") if isinstance(secrets, dict) else None
+    need(
+        isinstance(token, str)
+        and len(token) == 2 * TOKEN_BYTES
+        and all(digit in "0123456789abcdef" for digit in token),
+        "secrets.token is not a token",
+    )
+    return {
+        "endpoint": endpoint,
+        "n_readers": n_readers,
+        "local_reader_ranks": tuple(ranks),
+        "local_address": address,
+        "token": token,
+    }

@@ -1,0 +1,200 @@
+"""
+From a config to offsets: what lies where in a segment. Arithmetic only; nothing is opened here.
+
+::
+
+    data file: the writer stores, readers load
+    ┌────────┬───────────┬─────────┬────────────────┬──────────────────┬─────────┬─────────┬───
+    │ header │ published │ closing │ writer_sleeps  │ epoch of rank 0… │ chunk 0 │ chunk 1 │ …
+    └────────┴───────────┴─────────┴────────────────┴──────────────────┴─────────┴─────────┴───
+      a line   a line      a line    a line           8 bytes a rank     from a new page on
+
+    control file: every end of the queue may store, and each word has its owner
+    ┌──────────────┬─────────────┬─────────────────────────────────┬───────────────────────────
+    │ readers_word │ writer_word │ rank 0: cursor, sleeps, left    │ rank 1: …
+    └──────────────┴─────────────┴─────────────────────────────────┴───────────────────────────
+      a line         a line        a line a rank
+
+A line is 128 bytes: two cache lines of 64, since processors fetch them in pairs.
+
+Who stores each word, who loads it, and its range:
+
+=============  =====================================  ========  =====================================
+word           stored by                              loaded    range
+=============  =====================================  ========  =====================================
+published      the writer                             readers   messages so far; only grows
+closing        the writer, once                       readers   0 or 1
+writer_sleeps  the writer                             readers   0 or 1
+epoch          the writer                             reader    attachments and losses of the rank
+                                                                so far; only grows
+readers_word   any end, by atomic addition            readers   any; readers sleep on it
+writer_word    any end, by atomic addition            writer    any; the writer sleeps on it
+cursor         the rank's reader; the writer once,    writer    messages finished, up to published
+               before it admits the reader
+sleeps         the rank's reader                      writer    0 or 1
+left           the rank's reader                      writer    the epoch that has left, 0 for none
+=============  =====================================  ========  =====================================
+
+A message lies in its chunk (or, if it does not fit one, in a memory file of its own) as an image:
+a header, a table with the length of every buffer, the stream, then the buffers at multiples of 64
+bytes. The image is written and parsed in `_ring` alone.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from typing import Final, Self
+
+import attrs
+
+from shmcast.config import QueueConfig
+from shmcast.errors import ProtocolError
+
+__all__ = ["Layout"]
+
+LINE_BYTES: Final = 128
+WORD_BYTES: Final = 8
+
+_MAGIC: Final = b"shmcast\0"
+_VERSION: Final = 1
+_HEADER: Final = struct.Struct("=8sQQQQQd")
+HEADER_BYTES: Final = _HEADER.size
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not below `number`."""
+    return -(-number // multiple) * multiple
+
+
+@attrs.frozen
+class Layout:
+    """
+    The offsets and sizes of one segment, all in bytes from the start of their file.
+
+    Every offset follows from the one before it.
+    """
+
+    n_readers: int
+    n_chunks: int
+    chunk_bytes: int
+    # What a reader has to know of the writer's config besides; see `QueueConfig`.
+    spin_us: int
+    warn_after_s: float
+
+    # The data file.
+    published_offset: int = attrs.field(init=False, default=round_up(HEADER_BYTES, LINE_BYTES))
+    closing_offset: int = attrs.field(init=False)
+    writer_sleeps_offset: int = attrs.field(init=False)
+    epochs_offset: int = attrs.field(init=False)
+    chunks_offset: int = attrs.field(init=False)
+    chunk_stride_bytes: int = attrs.field(init=False)
+    data_bytes: int = attrs.field(init=False)
+
+    # The control file.
+    readers_word_offset: int = attrs.field(init=False, default=0)
+    writer_word_offset: int = attrs.field(init=False, default=LINE_BYTES)
+    ranks_offset: int = attrs.field(init=False, default=2 * LINE_BYTES)
+    control_bytes: int = attrs.field(init=False)
+
+    # Within a rank's line.
+    cursor_in_rank: int = attrs.field(init=False, default=0)
+    sleeps_in_rank: int = attrs.field(init=False, default=WORD_BYTES)
+    left_in_rank: int = attrs.field(init=False, default=2 * WORD_BYTES)
+
+    # The lock file: byte 0 is the writer's, byte 1 + rank is the reader's.
+    locks_bytes: int = attrs.field(init=False)
+
+    @closing_offset.default
+    def _closing_offset(self) -> int:
+        return self.published_offset + LINE_BYTES
+
+    @writer_sleeps_offset.default
+    def _writer_sleeps_offset(self) -> int:
+        return self.closing_offset + LINE_BYTES
+
+    @epochs_offset.default
+    def _epochs_offset(self) -> int:
+        return self.writer_sleeps_offset + LINE_BYTES
+
+    @chunks_offset.default
+    def _chunks_offset(self) -> int:
+        return round_up(self.epochs_offset + self.n_readers * WORD_BYTES, mmap.PAGESIZE)
+
+    @chunk_stride_bytes.default
+    def _chunk_stride_bytes(self) -> int:
+        return round_up(self.chunk_bytes, LINE_BYTES)
+
+    @data_bytes.default
+    def _data_bytes(self) -> int:
+        return round_up(
+            self.chunks_offset + self.n_chunks * self.chunk_stride_bytes, mmap.PAGESIZE
+        )
+
+    @control_bytes.default
+    def _control_bytes(self) -> int:
+        return round_up(self.ranks_offset + self.n_readers * LINE_BYTES, mmap.PAGESIZE)
+
+    @locks_bytes.default
+    def _locks_bytes(self) -> int:
+        return 1 + self.n_readers
+
+    @classmethod
+    def of(cls, config: QueueConfig) -> Self:
+        """The layout of a queue with this config."""
+        return cls(
+            config.n_readers,
+            config.n_chunks,
+            config.chunk_bytes,
+            config.spin_us,
+            config.warn_after_s,
+        )
+
+    def header(self) -> bytes:
+        """The first bytes of the data file."""
+        return _HEADER.pack(
+            _MAGIC,
+            _VERSION,
+            self.n_readers,
+            self.n_chunks,
+            self.chunk_bytes,
+            self.spin_us,
+            self.warn_after_s,
+        )
+
+    @classmethod
+    def from_header(cls, header: bytes, data_bytes: int) -> Self:
+        """
+        The layout of a data file of `data_bytes` bytes that starts with `header`.
+
+        Raises:
+            ProtocolError: the header is not one of this version, or does not fit the file.
+        """
+        if len(header) < HEADER_BYTES:
+            raise ProtocolError(f"the segment's header has {len(header)} bytes of {HEADER_BYTES}")
+        magic, version, *values = _HEADER.unpack(header[:HEADER_BYTES])
+        if magic != _MAGIC:
+            raise ProtocolError(f"not a shmcast segment: it starts with {magic!r}")
+        if version != _VERSION:
+            raise ProtocolError(f"the segment has version {version}, this one reads {_VERSION}")
+        if not all(value > 0 for value in values[:3]) or not values[-1] > 0:
+            raise ProtocolError(f"the segment's header is damaged: it holds {values}")
+        layout = cls(*values)
+        if layout.data_bytes != data_bytes:
+            raise ProtocolError(
+                f"the segment's header is damaged: it means {layout.data_bytes} bytes, "
+                f"the file has {data_bytes}"
+            )
+        return layout
+
+    def epoch_offset(self, rank: int) -> int:
+        """Where the rank's epoch lies in the data file."""
+        return self.epochs_offset + rank * WORD_BYTES
+
+    def rank_offset(self, rank: int) -> int:
+        """Where the rank's line starts in the control file."""
+        return self.ranks_offset + rank * LINE_BYTES
+
+    def chunk_offset(self, index: int) -> int:
+        """Where a chunk starts in the data file."""
+        return self.chunks_offset + index * self.chunk_stride_bytes

@@ -1,0 +1,939 @@
+"""`MessageQueue` and `MessageReader`: the two ends of a queue, and what joins the parts below them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Final, Self
+
+import attrs
+
+from shmcast._ring import (
+    IMAGE_HEADER_BYTES,
+    Claim,
+    EndLock,
+    PrivateMapping,
+    RingReader,
+    RingWriter,
+    image_bytes,
+    image_pieces,
+    new_bytearray,
+    read_image,
+)
+from shmcast.config import QueueConfig
+from shmcast.control import WRITER_BYTE, Holder, LockFile, ReaderControl, WriterControl
+from shmcast.errors import (
+    ConfigError,
+    ProtocolError,
+    QueueClosed,
+    QueueEmpty,
+    QueueFull,
+    QueueNotReady,
+    ReaderLost,
+    ShmcastError,
+    WriterLost,
+)
+from shmcast.handle import TOKEN_BYTES, Handle
+from shmcast.layout import Layout
+from shmcast.pickler import Pickler, loads
+from shmcast.segment import (
+    FIXED_SIZE,
+    FROZEN,
+    Segment,
+    add_seals,
+    cpus_available,
+    new_memory_file,
+    reserve,
+    seals_of,
+)
+
+__all__ = ["MessageQueue", "MessageReader", "QueueStats", "ReaderStats"]
+
+_log = logging.getLogger("shmcast.queue")
+
+_LOOK_PAUSE_NS: Final = 10_000_000  # a publishing writer looks around at most this often
+_FIRST_PROBE_S: Final = 0.001  # who has waited for less does not ask who is alive
+# A sleep is cut in slices only to notice a death; a wake-up never depends on it. Slices of 10 ms for
+# ever would cost 1.0 to 1.6 % of a core, 40 ms cost 0.5 %.
+_SHORT_SLICE_S: Final = 0.010
+_LONG_SLICE_S: Final = 0.040
+_SHORT_SLICES_UNTIL_S: Final = 0.100
+
+
+@attrs.frozen
+class QueueStats:
+    """
+    What a writer has done so far.
+
+    Attributes:
+        messages: how many messages were published.
+        bytes: how many bytes of stream and buffers they had.
+        oob_buffers: how many buffers left the stream.
+        oob_bytes: how many bytes these had.
+        waits: how often the writer polled or slept because the ring was full.
+        wait_s: for how many seconds, all together.
+        lag: how many messages each rank has still to finish, by rank; 0 for one that is gone.
+        blocks_in_use: how many blocks of the arena are in use; there is no arena yet.
+        arena_bytes_in_use: how many bytes these have.
+        fallbacks: how many messages went into a memory file of their own.
+        losses: how many readers were lost.
+    """
+
+    messages: int
+    bytes: int
+    oob_buffers: int
+    oob_bytes: int
+    waits: int
+    wait_s: float
+    lag: tuple[int, ...]
+    blocks_in_use: int
+    arena_bytes_in_use: int
+    fallbacks: int
+    losses: int
+
+
+@attrs.frozen
+class ReaderStats:
+    """
+    What a reader has done so far.
+
+    Attributes:
+        messages: how many messages were taken.
+        bytes: how many bytes of stream and buffers they had.
+        oob_buffers: how many buffers came out of band.
+        oob_bytes: how many bytes these had.
+        waits: how often the reader polled or slept because there was no message.
+        wait_s: for how many seconds, all together.
+        lag: how many messages are published and not yet taken.
+        fallbacks: how many messages came in a memory file of their own.
+    """
+
+    messages: int
+    bytes: int
+    oob_buffers: int
+    oob_bytes: int
+    waits: int
+    wait_s: float
+    lag: int
+    fallbacks: int
+
+
+def _deadline(timeout: float | None) -> float:
+    """The time of `time.monotonic` when a timeout is over; infinity for None."""
+    if timeout is None:
+        return math.inf
+    if not timeout >= 0:  # NaN too
+        raise ValueError(f"timeout = {timeout!r} is not allowed; allowed is None or seconds from 0")
+    return time.monotonic() + timeout
+
+
+class _Wait:
+    """One wait of an end: how long it has taken, how long to sleep next, when to warn."""
+
+    def __init__(self, deadline: float, warn_after_s: float) -> None:
+        self.start = time.monotonic()
+        self._deadline = deadline
+        self._warn_after_s = warn_after_s
+        self._warn_at = self.start + warn_after_s
+        self.slices = 0
+        self.has_looked = False  # whether the end looked around once more after the deadline
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.start
+
+    def slice_s(self) -> float:
+        """How long to sleep now: a slice, but not past the deadline. 0 when the time is up."""
+        self.slices += 1
+        now = time.monotonic()
+        if self.slices == 1:
+            most = _FIRST_PROBE_S
+        elif now - self.start < _SHORT_SLICES_UNTIL_S:
+            most = _SHORT_SLICE_S
+        else:
+            most = _LONG_SLICE_S
+        return max(0.0, min(most, self._deadline - now))
+
+    def is_long(self) -> bool:
+        """Whether to warn now; true once per interval."""
+        if time.monotonic() < self._warn_at:
+            return False
+        self._warn_at += self._warn_after_s
+        return True
+
+
+class _Ends:
+    """
+    The ends of this process, so that one which waits can take the handshake steps of the others.
+
+    Both ends of a queue may be in one process, even in one thread, and two processes may each wait
+    as the writer of a queue that the other one reads.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ends: weakref.WeakSet[_QueueEnd] = weakref.WeakSet()
+        os.register_at_fork(after_in_child=self._after_fork_in_child)
+
+    def add(self, end: _QueueEnd) -> None:
+        with self._lock:
+            self._ends.add(end)
+
+    def take_steps_of_others(self, end: _QueueEnd) -> None:
+        with self._lock:
+            others = [other for other in self._ends if other is not end]
+        for other in others:
+            if other._is_attaching:
+                other._take_step()
+
+    def _after_fork_in_child(self) -> None:
+        # What the child inherits would keep the memory alive after its parent's death.
+        self._lock = threading.Lock()
+        ends, self._ends = list(self._ends), weakref.WeakSet()
+        for end in ends:
+            end._close_descriptors()
+
+
+_ends = _Ends()
+
+
+class _TurnTaken(Exception):
+    """The end is in use."""
+
+
+class _QueueEnd:
+    """What both ends share: turns, closing, the context manager."""
+
+    _lock: EndLock
+    _address: str
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._lock.is_closing
+
+    def close(self) -> None:
+        """
+        End this end: every wait of it ends with `QueueClosed`, and later calls raise that too.
+
+        It never waits, and may be called again and from any thread. In a forked child it does
+        nothing to the queue.
+        """
+        if self._lock.is_forked:
+            return
+        self._lock.close(self._finish)
+        self._stop_waits()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_lock"):  # not if the constructor failed
+            self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError(f"a {type(self).__name__} can't be pickled; send its handle instead")
+
+    def _check_open(self) -> None:
+        if self._lock.is_closing:
+            raise QueueClosed(f"{self!r} was closed while it waited")
+
+    def _take_step(self) -> None:
+        """Take this end's handshake step for another end that waits, unless this one is in use."""
+        try:
+            with self._lock.until(0.0, _TurnTaken):
+                self._step()
+        except (_TurnTaken, ShmcastError):
+            pass  # the end's own call meets it again, and says so
+
+    @property
+    def _is_attaching(self) -> bool:
+        raise NotImplementedError
+
+    def _step(self) -> None:
+        raise NotImplementedError
+
+    def _stop_waits(self) -> None:
+        raise NotImplementedError
+
+    def _finish(self) -> None:
+        raise NotImplementedError
+
+    def _close_descriptors(self) -> None:
+        raise NotImplementedError
+
+
+class MessageQueue(_QueueEnd):
+    """
+    The writer: the one end of a queue that enqueues.
+
+    Any number of threads may use it. It creates the queue; readers attach with its handle.
+
+    Args:
+        config: the settings.
+
+    Raises:
+        ConfigError: there is not enough memory for such a queue, or it has remote readers, which
+            this version has not.
+    """
+
+    def __init__(self, config: QueueConfig) -> None:
+        if not isinstance(config, QueueConfig):
+            raise TypeError(f"config = {config!r} is not allowed; allowed is a QueueConfig")
+        ranks = config.local_reader_ranks
+        if ranks is not None and len(ranks) < config.n_readers:
+            raise ConfigError(
+                f"local_reader_ranks = {ranks!r} leaves remote ranks, which this version of shmcast "
+                f"does not have; allowed is None"
+            )
+        self._config = config
+        self._ranks = tuple(range(config.n_readers))
+        self._address = f"shmcast-{secrets.token_hex(16)}"
+        self._token = secrets.token_hex(TOKEN_BYTES)
+        self._pickler = Pickler(config.oob_threshold_bytes)
+        self._spin_ns = _spin_ns(config.spin_us, config.n_readers)
+        self._nonce = 0
+        self._fallbacks = 0
+        self._losses = 0
+        self._seen: dict[int, tuple[int, float]] = {}  # rank → its cursor, and when it moved
+        layout = Layout.of(config)
+        with contextlib.ExitStack() as undo:
+            self._segment = Segment.create(layout)
+            undo.callback(self._segment.close_descriptors)
+            self._ring = RingWriter(self._segment)
+            self._lock_file = LockFile.of(new_memory_file("shmcast-locks", layout.locks_bytes))
+            undo.callback(self._lock_file.drop)
+            add_seals(self._lock_file.descriptor, FIXED_SIZE)
+            self._lock_file.hold(WRITER_BYTE)
+            self._control = WriterControl(
+                address=self._address,
+                token=self._token,
+                ranks=self._ranks,
+                descriptors=(self._segment.data_descriptor, self._segment.control_descriptor),
+                lock_file=self._lock_file,
+                new_epoch=self._ring.new_epoch,
+                admit=self._ring.admit,
+                strike=self._ring.strike,
+                has_left=self._ring.has_left,
+            )
+            undo.pop_all()
+        self._lock = EndLock("writer")
+        _ends.add(self)
+
+    @staticmethod
+    def create_from_handle(handle: Handle, rank: int) -> MessageReader:
+        """
+        A reader of the queue that this handle belongs to; the same as `MessageReader(handle, rank)`.
+        """
+        return MessageReader(handle, rank)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "open"
+        return f"<MessageQueue @{self._address}, n_readers={self._config.n_readers}, {state}>"
+
+    def export_handle(self) -> Handle:
+        """
+        What readers need in order to attach; any number of times, from any thread.
+
+        Raises:
+            QueueClosed: this end is closed.
+        """
+        self._lock.check_not_forked()
+        if self.closed:
+            raise QueueClosed("this writer is closed")
+        return Handle(
+            endpoint=None,
+            n_readers=self._config.n_readers,
+            local_reader_ranks=self._ranks,
+            local_address=self._address,
+            token=self._token,
+        )
+
+    def wait_until_ready(self, timeout: float | None = None) -> None:
+        """
+        Wait until every rank is attached and alive, also after a loss.
+
+        A loss that it finds is logged and counts as handled, so the rank may be claimed again.
+
+        Args:
+            timeout: in seconds; None waits for ever, 0 tries once.
+
+        Raises:
+            QueueNotReady: it took longer; `ranks` and the text name the missing ranks.
+            QueueClosed: this end is closed.
+        """
+        deadline = _deadline(timeout)
+        with self._lock.until(deadline, QueueNotReady):
+            wait = _Wait(deadline, self._config.warn_after_s)
+            while True:
+                self._look("evict")
+                _ends.take_steps_of_others(self)
+                missing = self._control.missing_ranks
+                if not missing:
+                    return
+                self._check_open()
+                slice_s = wait.slice_s()
+                if slice_s == 0:
+                    raise QueueNotReady(
+                        f"{_ranks_text(missing)} not attached after {wait.elapsed_s:.3g} s",
+                        missing,
+                    )
+                self._control.wait(slice_s)
+                if wait.is_long():
+                    _log.warning(
+                        "writer @%s has waited %.0f s for %s to attach",
+                        self._address,
+                        wait.elapsed_s,
+                        _ranks_text(missing),
+                    )
+
+    def enqueue(self, obj: object, timeout: float | None = None) -> None:
+        """
+        Publish an object to every reader. When it returns, the caller may change what it passed.
+
+        Args:
+            obj: anything that can be pickled, with tensors and arrays anywhere in it.
+            timeout: in seconds; None waits for ever while the ring is full, 0 tries once.
+
+        Raises:
+            QueueFull: there was no free chunk in time; `ranks` are those that are behind.
+            ReaderLost: readers died, which this call noticed; or nobody is left to publish to.
+            ProtocolError: a reader's memory is damaged, or it lost its lock; it is not waited for
+                any more.
+            MessageTooLarge: memory for this message cannot be reserved.
+            QueueClosed: this end is closed.
+            ShmcastError: the call came from inside another one in the same thread, or from a
+                forked child.
+            TypeError: torch itself cannot carry a tensor in it.
+
+        Whatever it raises, nothing was published; what pickling the object raises passes through.
+        """
+        if timeout is None:
+            with self._lock:
+                stream, buffers = self._pickler.dumps(obj)
+                if self._ring.try_publish(stream, buffers):
+                    self._publish_slowly(stream, buffers, math.inf)
+        else:
+            deadline = _deadline(timeout)
+            with self._lock.until(deadline, QueueFull):
+                stream, buffers = self._pickler.dumps(obj)
+                if self._ring.try_publish(stream, buffers):
+                    self._publish_slowly(stream, buffers, deadline)
+
+    def stats(self) -> QueueStats:
+        """
+        What this end has done so far. Never waits.
+
+        Raises:
+            QueueClosed: this end is closed.
+        """
+        self._lock.check_not_forked()
+        ring = getattr(self, "_ring", None)
+        if ring is None:
+            raise QueueClosed("this writer is closed")
+        return QueueStats(
+            messages=ring.messages,
+            bytes=ring.bytes,
+            oob_buffers=ring.oob_buffers,
+            oob_bytes=ring.oob_bytes,
+            waits=ring.waits,
+            wait_s=ring.wait_s,
+            lag=ring.lags(),
+            blocks_in_use=0,
+            arena_bytes_in_use=0,
+            fallbacks=self._fallbacks,
+            losses=self._losses,
+        )
+
+    def _publish_slowly(
+        self, stream: list[bytes], buffers: list[memoryview], deadline: float
+    ) -> None:
+        """Publish what the first try could not."""
+        size_bytes = image_bytes(stream, buffers)
+        in_file = size_bytes > self._config.chunk_bytes
+        needed_bytes = IMAGE_HEADER_BYTES if in_file else size_bytes
+        wait = _Wait(deadline, self._config.warn_after_s)
+        has_looked = False
+        file: int | None = None
+        sent: set[Holder] = set()
+        try:
+            while True:
+                match self._ring.try_claim(needed_bytes, has_looked):
+                    case Claim.DONE if not in_file:
+                        self._ring.try_publish(stream, buffers, True)
+                        return
+                    case Claim.DONE:
+                        if file is None:
+                            self._nonce += 1
+                            pieces = image_pieces(self._ring.messages, stream, buffers)
+                            file = _frozen_file(pieces, size_bytes)
+                        # Sent before it is published, so that a reader never waits for it, and has
+                        # it even if the writer dies.
+                        if self._control.send_file(self._nonce, file, sent):
+                            self._ring.publish_file(self._nonce, stream, buffers)
+                            self._fallbacks += 1
+                            self._control.keep_file(self._nonce, file)
+                            return
+                        self._pause(wait, lambda slice_s: time.sleep(min(slice_s, 0.001)))
+                    case Claim.FULL:
+                        self._pause(wait, self._wait_for_space)
+                    case Claim.LOOK:
+                        self._look(self._config.on_reader_loss)
+                        has_looked = True
+                    case Claim.RESERVE:
+                        index = self._ring.messages % self._config.n_chunks
+                        self._ring.set_reserved(self._segment.reserve_chunk(index, needed_bytes))
+                    case Claim.NOBODY:
+                        raise ReaderLost(
+                            f"nobody is left to publish to: {_ranks_text(self._ranks)} left or "
+                            f"died; wait_until_ready waits until they attach again",
+                            self._ranks,
+                        )
+                    case Claim.FORKED:
+                        self._lock.check_not_forked()
+        except BaseException:
+            if file is not None:
+                os.close(file)
+            raise
+
+    def _wait_for_space(self, slice_s: float) -> None:
+        is_first = slice_s <= _FIRST_PROBE_S
+        self._ring.wait_for_space(self._spin_ns if is_first else 0, int(slice_s * 1e9))
+
+    def _pause(self, wait: _Wait, sleep: Callable[[float], None]) -> None:
+        """Sleep a slice for the readers to go on, then look around; QueueFull if time is up."""
+        self._check_open()
+        slice_s = wait.slice_s()
+        if slice_s == 0 and wait.has_looked:
+            behind = self._ranks_behind()
+            raise QueueFull(
+                f"the message was not published in {wait.elapsed_s:.3g} s: "
+                f"{self._lag_text(behind)}",
+                behind,
+            )
+        if slice_s:
+            sleep(slice_s)
+            self._check_open()
+        if slice_s == 0 or wait.elapsed_s >= _FIRST_PROBE_S:
+            wait.has_looked = slice_s == 0
+            self._look(self._config.on_reader_loss)
+            _ends.take_steps_of_others(self)
+        if wait.is_long():
+            _log.warning(
+                "writer @%s has waited %.3g s to publish message %d: %s",
+                self._address,
+                wait.elapsed_s,
+                self._ring.messages,
+                self._lag_text(self._ranks_behind()),
+            )
+
+    def _look(self, on_reader_loss: str) -> None:
+        """
+        See who has left or died, and serve the control socket.
+
+        Raises ReaderLost or ProtocolError for a loss, unless `on_reader_loss` is "evict".
+        """
+        self._ring.look_again_in(_LOOK_PAUSE_NS)
+        losses: list[tuple[int, str]] = []
+        is_damage = False
+        now = time.monotonic()
+        lags = self._ring.lags()
+        for holder in self._control.admitted():
+            rank = holder.rank
+            cursor = self._ring.messages - lags[rank]
+            if self._seen.get(rank, (None,))[0] != cursor:
+                self._seen[rank] = cursor, now
+            try:
+                # Who left before it died has left.
+                is_dead = self._control.is_dead(holder)
+                if self._ring.has_left(rank):
+                    _log.info("%s has left", self._who(rank))
+                    self._control.vacate(rank)
+                    continue
+                text = f"died {lags[rank]} messages behind" if is_dead else None
+            except ProtocolError as error:
+                text, is_damage = str(error), True
+            if rank == self._ring.damaged():
+                text, is_damage = "stored a cursor that is out of range", True
+            if text is not None:
+                losses.append((rank, f"{self._who(rank)} {text}"))
+                self._control.vacate(rank)
+                self._losses += 1
+        self._control.serve()
+        if not losses:
+            return
+        text = "; ".join(text for _, text in losses)
+        if on_reader_loss == "evict":
+            _log.warning("writer @%s goes on without a reader: %s", self._address, text)
+        elif is_damage:
+            raise ProtocolError(text)
+        else:
+            raise ReaderLost(text, tuple(rank for rank, _ in losses))
+
+    def _ranks_behind(self) -> tuple[int, ...]:
+        """The ranks that are furthest behind."""
+        lags = self._ring.lags()
+        return tuple(rank for rank, lag in enumerate(lags) if lag and lag == max(lags))
+
+    def _who(self, rank: int) -> str:
+        holder = self._control.holders.get(rank)
+        return f"rank {rank} (pid {holder.pid})" if holder else f"rank {rank} (not attached)"
+
+    def _lag_text(self, ranks: tuple[int, ...]) -> str:
+        lags, now = self._ring.lags(), time.monotonic()
+        texts = []
+        for rank in ranks:
+            text = f"{self._who(rank)} is {lags[rank]} messages behind"
+            if rank in self._seen and rank in self._control.holders:
+                text += f", last seen {now - self._seen[rank][1]:.3g} s ago"
+            texts.append(text)
+        return "; ".join(texts)
+
+    @property
+    def _is_attaching(self) -> bool:
+        control = getattr(self, "_control", None)
+        return control is not None and bool(control.missing_ranks)
+
+    def _step(self) -> None:
+        self._control.serve()
+
+    def _stop_waits(self) -> None:
+        ring = getattr(self, "_ring", None)
+        if ring is not None:
+            ring.stop()
+
+    def _finish(self) -> None:
+        # Nothing can be published any more, so what the closing mark says is true.
+        self._ring.say_closing()
+        with contextlib.ExitStack() as parts:
+            parts.callback(self._segment.close_descriptors)
+            parts.callback(self._lock_file.drop)
+            parts.callback(self._lock_file.give_back, WRITER_BYTE)
+            parts.callback(self._control.close)
+        # The mappings end here, unless another thread is still on its way out of a call.
+        del self._ring, self._segment, self._control
+
+    def _close_descriptors(self) -> None:
+        self._control.close_descriptors()
+        self._segment.close_descriptors()
+
+
+class MessageReader(_QueueEnd):
+    """
+    A reader: an end of a queue that dequeues. It holds one rank.
+
+    Any number of threads may use it; each message goes to exactly one of them. It connects and
+    sends its claim here, and does not wait for the writer.
+
+    Args:
+        handle: from the writer's `export_handle`.
+        rank: which reader this is.
+
+    Raises:
+        ValueError: the queue has no such rank on this host.
+        WriterLost: there is no writer at this address.
+        AuthenticationError: the socket belongs to another user.
+    """
+
+    def __init__(self, handle: Handle, rank: int) -> None:
+        if not isinstance(handle, Handle):
+            raise TypeError(f"handle = {handle!r} is not allowed; allowed is a Handle")
+        if isinstance(rank, bool) or rank not in handle.local_reader_ranks:
+            raise ValueError(
+                f"rank = {rank!r} is not allowed; allowed is one of {handle.local_reader_ranks}"
+            )
+        self._rank = int(rank)
+        self._address = handle.local_address
+        self._fallbacks = 0
+        self._take: Callable[[], Any] = _nothing  # the ring's, once admitted
+        self._control = ReaderControl.connect(self._address, handle.token, self._rank)
+        self._lock = EndLock("reader")
+        _ends.add(self)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "open"
+        return f"<MessageReader @{self._address}, rank={self._rank}, {state}>"
+
+    @property
+    def rank(self) -> int:
+        """Which reader this is, 0 … n_readers - 1."""
+        return self._rank
+
+    def wait_until_ready(self, timeout: float | None = None) -> None:
+        """
+        Wait until the writer has admitted this reader.
+
+        Args:
+            timeout: in seconds; None waits for ever, 0 tries once.
+
+        Raises:
+            QueueNotReady: it took longer.
+            ProtocolError: the rank is taken, or the writer is none of this version.
+            AuthenticationError: the handle's token is not the queue's.
+            WriterLost: the writer died before.
+            QueueClosed: this end is closed, or the writer closed before.
+        """
+        deadline = _deadline(timeout)
+        with self._lock.until(deadline, QueueNotReady):
+            self._attach(deadline)
+
+    def dequeue(self, timeout: float | None = None) -> Any:
+        """
+        The next message. It is the caller's own, whatever becomes of the queue.
+
+        Args:
+            timeout: in seconds; None waits for ever, 0 tries once.
+
+        Raises:
+            QueueEmpty: none came in time. Nothing was lost.
+            QueueClosed: the writer closed and everything has been read, or this end is closed.
+            WriterLost: the writer died and everything has been read.
+            ProtocolError: this attachment was ended by the writer, or a message is damaged.
+            ShmcastError: the call came from inside another one in the same thread, or from a
+                forked child; or this process had no room for a large message's descriptor.
+
+        What loading the message raises passes through; the message counts as received.
+        """
+        if timeout is None:
+            with self._lock:
+                return self._dequeue(math.inf)
+        deadline = _deadline(timeout)
+        with self._lock.until(deadline, QueueEmpty):
+            return self._dequeue(deadline)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Every message until the writer closes."""
+        while True:
+            try:
+                message = self.dequeue()
+            except QueueClosed:
+                if self.closed:
+                    raise
+                return
+            yield message
+
+    def stats(self) -> ReaderStats:
+        """
+        What this end has done so far. Never waits.
+
+        Raises:
+            QueueClosed: this end is closed.
+        """
+        self._lock.check_not_forked()
+        if self.closed:
+            raise QueueClosed("this reader is closed")
+        ring = getattr(self, "_ring", None)
+        return ReaderStats(
+            messages=ring.messages if ring else 0,
+            bytes=ring.bytes if ring else 0,
+            oob_buffers=ring.oob_buffers if ring else 0,
+            oob_bytes=ring.oob_bytes if ring else 0,
+            waits=ring.waits if ring else 0,
+            wait_s=ring.wait_s if ring else 0.0,
+            lag=ring.lag if ring else 0,
+            fallbacks=self._fallbacks,
+        )
+
+    def _dequeue(self, deadline: float) -> Any:
+        taken = self._take()
+        if taken is None:
+            taken = self._wait_for_message(deadline)
+        try:
+            if type(taken) is bytes:
+                return loads(taken)
+            if type(taken) is memoryview:
+                return loads(taken)
+            if type(taken) is int:
+                return self._load_file(taken)
+            stream, buffers = taken
+            return loads(stream, buffers=buffers)
+        finally:
+            if not self._ring.release():
+                self._lock.check_not_forked()
+                raise self._struck()
+
+    def _struck(self) -> ProtocolError:
+        return ProtocolError(
+            f"rank {self._rank} was evicted: the writer does not wait for this reader any more"
+        )
+
+    def _wait_for_message(self, deadline: float) -> Any:
+        try:
+            self._attach(deadline)
+        except QueueNotReady as error:
+            raise QueueEmpty(str(error)) from error
+        ring = self._ring
+        wait = _Wait(deadline, self._segment.layout.warn_after_s)
+        while (taken := self._take()) is None:
+            self._check_open()
+            if ring.is_struck:
+                raise self._struck()
+            if ring.is_closing and not ring.lag:
+                raise QueueClosed("the writer has closed, and everything was read")
+            slice_s = wait.slice_s()
+            if not slice_s:
+                if ring.lag:  # published since the last try
+                    continue
+                raise QueueEmpty(f"no message came in {wait.elapsed_s:.3g} s")
+            ring.wait(self._spin_ns if wait.slices == 1 else 0, int(slice_s * 1e9))
+            if ring.lag or wait.elapsed_s < _FIRST_PROBE_S:
+                continue
+            self._control.collect_files()
+            # Dead first, then the counter once more: what it published last is not lost.
+            if self._control.is_writer_dead() and not ring.lag and not ring.is_closing:
+                raise WriterLost(
+                    f"the writer (pid {self._control.writer_pid}) died, and everything was read"
+                )
+            _ends.take_steps_of_others(self)
+            if wait.is_long():
+                _log.warning(
+                    "reader @%s rank %d has waited %.3g s for message %d of the writer (pid %s)",
+                    self._address,
+                    self._rank,
+                    wait.elapsed_s,
+                    ring.next_sequence,
+                    self._control.writer_pid,
+                )
+        return taken
+
+    def _load_file(self, nonce: int) -> Any:
+        file = self._control.take_file(nonce)
+        try:
+            if seals_of(file) & FROZEN != FROZEN:
+                raise ProtocolError("the file of a message is not sealed, so it may change")
+            image = _own_image(file, os.fstat(file).st_size)
+        finally:
+            os.close(file)
+        stream, buffers = read_image(image, self._ring.next_sequence)
+        self._ring.count_stream(len(stream))
+        for buffer in buffers:
+            self._ring.count_buffer(len(buffer))
+        self._fallbacks += 1
+        return loads(stream, buffers=buffers)
+
+    def _attach(self, deadline: float) -> None:
+        """Go through the handshake, if that is not done; raises QueueNotReady if time is up."""
+        self._step()
+        if self._control.is_admitted:
+            return
+        wait = _Wait(deadline, QueueConfig().warn_after_s)
+        while not self._control.is_admitted:
+            _ends.take_steps_of_others(self)
+            self._step()
+            if self._control.is_admitted:
+                return
+            self._check_open()
+            slice_s = wait.slice_s()
+            if not slice_s:
+                raise QueueNotReady(
+                    f"rank {self._rank} is not attached after {wait.elapsed_s:.3g} s: the writer "
+                    f"(pid {self._control.writer_pid}) has not answered; it does so in its calls",
+                    (self._rank,),
+                )
+            self._control.wait(slice_s)
+            if wait.is_long():
+                _log.warning(
+                    "reader @%s rank %d has waited %.3g s to attach to the writer (pid %s)",
+                    self._address,
+                    self._rank,
+                    wait.elapsed_s,
+                    self._control.writer_pid,
+                )
+
+    @property
+    def _is_attaching(self) -> bool:
+        return not self._control.is_admitted and not self.closed
+
+    def _step(self) -> None:
+        if self._control.is_admitted:
+            return
+        self._control.step()
+        if self._control.offered is not None:
+            data, control = self._control.offered
+            self._control.offered = None
+            self._segment = Segment.attach(data, control)
+            self._ring = RingReader(self._segment, self._rank, self._control.epoch)
+            layout = self._segment.layout
+            self._spin_ns = _spin_ns(layout.spin_us, layout.n_readers)
+            self._control.confirm()
+            self._control.step()
+        if self._control.start is not None:
+            self._ring.begin(self._control.start)
+            self._take = self._ring.try_take
+
+    def _stop_waits(self) -> None:
+        ring = getattr(self, "_ring", None)
+        if ring is not None:
+            ring.stop()
+
+    def _finish(self) -> None:
+        with contextlib.ExitStack() as parts:
+            parts.callback(self._control.close)
+            if hasattr(self, "_ring"):
+                parts.callback(self._segment.close_descriptors)
+                self._ring.leave()
+        # The mappings end here, unless another thread is still on its way out of a call.
+        self._take = _nothing
+        if hasattr(self, "_ring"):
+            del self._ring, self._segment
+
+    def _close_descriptors(self) -> None:
+        self._control.close_descriptors()
+        if hasattr(self, "_segment"):
+            self._segment.close_descriptors()
+
+
+def _nothing() -> None:
+    """What a reader takes before it is admitted."""
+
+
+def _spin_ns(spin_us: int, n_readers: int) -> int:
+    """How long to poll before sleeping: not at all if the ends on this host have to share CPUs."""
+    return spin_us * 1000 if cpus_available() >= 1 + n_readers else 0
+
+
+def _ranks_text(ranks: tuple[int, ...]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _frozen_file(pieces: list[tuple[int, Any]], size_bytes: int) -> int:
+    """A memory file with these pieces that nobody can change, also not its size."""
+    file = new_memory_file("shmcast-message", size_bytes)
+    try:
+        reserve(file, 0, size_bytes, "a message that fits its chunk (chunk_bytes) needs none")
+        for offset, piece in pieces:
+            # Written, not mapped: a fork at the wrong moment would keep a mapping, which forbids
+            # the seal, and fresh pages cost a fault each.
+            view = memoryview(piece)
+            while view:
+                written_bytes = os.pwrite(file, view, offset)
+                view, offset = view[written_bytes:], offset + written_bytes
+        add_seals(file, FROZEN)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def _own_image(file: int, size_bytes: int) -> PrivateMapping | bytearray:
+    """The file's bytes, writable and this process's own."""
+    try:
+        return PrivateMapping(file, size_bytes)
+    except OSError as error:
+        # RLIMIT_AS, RLIMIT_DATA or overcommit: maybe there is room in the heap.
+        _log.warning("a private mapping was refused (%s), so a message is copied", error)
+        image = new_bytearray(size_bytes)
+        offset = 0
+        while offset < size_bytes:
+            offset += os.preadv(file, [memoryview(image)[offset:]], offset)
+        return image

@@ -1,0 +1,118 @@
+"""What the tests share: processes that are always cleaned up, and ends that are always closed."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import hypothesis
+import pytest
+
+from shmcast import MessageQueue, MessageReader, QueueConfig
+
+hypothesis.settings.register_profile(
+    "shmcast",
+    deadline=None,  # a loaded machine is no failure
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("shmcast")
+
+#: A hang limit, never a claim about speed.
+PATIENCE_S = 30.0
+
+
+class Child:
+    """
+    A process that runs a function of a test module, with a pipe to it.
+
+    The function gets the other end of the pipe as its first argument.
+    """
+
+    def __init__(self, method: str, function: Callable[..., None], *arguments: Any) -> None:
+        context = multiprocessing.get_context(method)
+        self.pipe: Connection
+        self.pipe, other = context.Pipe()
+        self.process = context.Process(target=function, args=(other, *arguments), daemon=True)
+        self.process.start()
+        other.close()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def receive(self, patience_s: float = PATIENCE_S) -> Any:
+        """What the child sends next."""
+        assert self.pipe.poll(patience_s), "the child sent nothing"
+        return self.pipe.recv()
+
+    def kill(self) -> None:
+        """SIGKILL it and wait until it is gone."""
+        self.process.kill()
+        self.process.join(PATIENCE_S)
+        assert not self.process.is_alive()
+
+    def join(self) -> int | None:
+        """Wait for its end; its exit code."""
+        self.process.join(PATIENCE_S)
+        assert not self.process.is_alive(), "the child did not end"
+        return self.process.exitcode
+
+
+class StartChild(Protocol):
+    """The type of the fixture `start_child`."""
+
+    def __call__(
+        self, function: Callable[..., None], *arguments: Any, method: str = "spawn"
+    ) -> Child: ...
+
+
+@pytest.fixture
+def start_child() -> Iterator[StartChild]:
+    """Start a function of the test module in another process, which ends with the test."""
+    children: list[Child] = []
+
+    def start(function: Callable[..., None], *arguments: Any, method: str = "spawn") -> Child:
+        child = Child(method, function, *arguments)
+        children.append(child)
+        return child
+
+    yield start
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, 18)  # SIGCONT: a stopped process does not end
+        child.process.kill()
+        child.process.join(PATIENCE_S)
+        child.pipe.close()
+
+
+class MakeQueue(Protocol):
+    """The type of the fixture `make_queue`."""
+
+    def __call__(self, **settings: Any) -> tuple[MessageQueue, list[MessageReader]]: ...
+
+
+@pytest.fixture
+def make_queue() -> Iterator[MakeQueue]:
+    """A queue with these settings and all its readers, attached, in this process."""
+    with contextlib.ExitStack() as ends:
+
+        def make(**settings: Any) -> tuple[MessageQueue, list[MessageReader]]:
+            config = QueueConfig(**settings)
+            queue = ends.enter_context(MessageQueue(config))
+            handle = queue.export_handle()
+            readers = [
+                ends.enter_context(MessageQueue.create_from_handle(handle, rank))
+                for rank in range(config.n_readers)
+            ]
+            queue.wait_until_ready(PATIENCE_S)
+            for reader in readers:
+                reader.wait_until_ready(PATIENCE_S)
+            return queue, readers
+
+        yield make
