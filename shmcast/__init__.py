@@ -21,8 +21,8 @@ The path of a message::
     object ─ pickler ─▶ stream + buffers ─ ring ─▶ published ─▶ reader: wait ▶ load ▶ release
 
 The modules in the order of the data: `config` and `handle` say what is wanted, `layout` where it
-lies, `segment` makes the memory, `control` says who is there and alive, `_ring` holds the hot loops,
-`pickler` turns objects into bytes, `queue` joins them, `cli` is the command.
+lies, `segment` makes the memory, `control` says who is there and alive, `_ring` holds the hot
+loops, `pickler` turns objects into bytes, `queue` joins them, `cli` is the command.
 """
 
 import sys

@@ -1,4 +1,4 @@
-# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
 # cython: auto_pickle=False, autotestdict=False, freethreading_compatible=True
 # cython: embedsignature=True, embedsignature.format=python
 """
@@ -17,6 +17,7 @@ Where `kind` says that the message lies in a memory file, its chunk ends after t
 file's nonce for `stream_bytes` and the image's size for `n_buffers`.
 """
 
+cimport cython
 from cpython.buffer cimport (
     PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer,
 )
@@ -24,7 +25,7 @@ from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_FromStringAndS
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.exc cimport PyErr_CheckSignals, PyErr_SetFromErrno
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
-from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Malloc
+from cpython.mem cimport PyMem_Calloc, PyMem_Free
 from cpython.pythread cimport (
     NOWAIT_LOCK, PyThread_acquire_lock, PyThread_allocate_lock, PyThread_free_lock,
     PyThread_get_thread_ident, PyThread_release_lock, PyThread_type_lock,
@@ -150,6 +151,7 @@ cdef extern from "pythread.h" nogil:
                                              int interruptible) noexcept
 
 
+@cython.final
 cdef class StreamParts:
     """What pickle writes a stream to: its parts, each of them bytes, ready to be gathered."""
 
@@ -175,7 +177,7 @@ cdef uint64_t image_size(list stream, list buffers) noexcept:
 
 
 cdef void fill_image(char *image, uint64_t sequence, list stream, list buffers) noexcept:
-    """Write an image; `image_size` bytes are there. The lists keep their members alive and pinned."""
+    """Write an image; `image_size` bytes are there. The lists pin their members."""
     cdef ImageHeader *header = <ImageHeader *>image
     cdef Py_ssize_t index, length, n_buffers = PyList_GET_SIZE(buffers)
     cdef uint64_t *table = <uint64_t *>(image + sizeof(ImageHeader))
@@ -284,6 +286,7 @@ def read_image(image not None, uint64_t sequence):
     return views[0], views[1:]
 
 
+@cython.final
 cdef class Memory:
     """A range of memory that `owner` keeps alive, as a buffer."""
 
@@ -302,11 +305,13 @@ cdef class Memory:
         PyBuffer_FillInfo(view, self, self.address, self.n_bytes, self.readonly, flags)
 
 
+@cython.final
 cdef class PrivateMapping:
     """
     A whole file as a writable buffer: what is written is seen by nobody else, and not by the file.
 
-    The kernel frees a nameless file with its last mapping. Unlike `mmap.mmap` it keeps no descriptor.
+    The kernel frees a nameless file with its last mapping; unlike `mmap.mmap`, this keeps no
+    descriptor.
 
     Args:
         descriptor: the file; it may be closed afterwards.
@@ -428,6 +433,7 @@ def copy_strided(destination not None, size_t address, tuple shape not None,
         PyBuffer_Release(&view)
 
 
+@cython.final
 cdef class EndLock:
     """
     One thread at a time in an end, and its last one out closes it.
@@ -515,7 +521,7 @@ cdef class EndLock:
                 if status == PY_LOCK_INTR:
                     PyErr_CheckSignals()
                 elif status == PY_LOCK_FAILURE and left_us == 0:
-                    raise error(f"another thread is using this {self.role}, and it did not end in time")
+                    raise error(f"another thread did not end its call on this {self.role} in time")
         self.owner = PyThread_get_thread_ident()
         if load_acquire(&self.closing):
             self._leave()
@@ -562,6 +568,7 @@ cdef class EndLock:
         return 0
 
 
+@cython.final
 cdef class _Turn:
     cdef EndLock lock
     cdef double deadline_s
@@ -573,7 +580,8 @@ cdef class _Turn:
         self.error = error
 
     def __enter__(self):
-        self.lock._enter(self.deadline_s, self.error)
+        error = self.error
+        self.lock._enter(self.deadline_s, error)
 
     def __exit__(self, kind, error, traceback):
         self.lock._leave()
@@ -651,6 +659,7 @@ cdef class _End:
         wake_all(own_word)
 
 
+@cython.final
 cdef class RingWriter(_End):
     """The writer's side of a ring. One thread at a time, but for `stop` and the counters."""
 
@@ -827,9 +836,9 @@ cdef class RingWriter(_End):
         PyErr_CheckSignals()
 
     cdef bint _poll_space(self, int64_t until_ns) noexcept nogil:
-        cdef int poll
+        cdef int _poll
         while monotonic_ns() < until_ns:
-            for poll in range(POLLS_PER_CLOCK):
+            for _poll in range(POLLS_PER_CLOCK):
                 if self._has_space():
                     return True
                 pause_polling()
@@ -920,6 +929,7 @@ cdef class RingWriter(_End):
             self._wake_readers()
 
 
+@cython.final
 cdef class RingReader(_End):
     """One reader's side of a ring. One thread at a time, but for `stop` and the counters."""
 
@@ -958,7 +968,7 @@ cdef class RingReader(_End):
 
         Raises ProtocolError if the chunk is damaged.
         """
-        cdef uint64_t available
+        cdef uint64_t available, offset, length
         cdef ImageHeader header
         cdef const char *chunk
         if (self.fork_count_at_start != fork_count or load_relaxed(&self.is_closed)
@@ -981,10 +991,12 @@ cdef class RingReader(_End):
             return self._stream(chunk + sizeof(ImageHeader), header.stream_bytes)
         ranges = image_ranges(chunk, self.chunk_bytes, self.cursor)
         offset, length = ranges[0]
-        self.bytes += <uint64_t>length
-        stream = self._stream(chunk + <uint64_t>offset, length)
-        return stream, [self._copied(chunk + <uint64_t>offset, length)
-                        for offset, length in ranges[1:]]
+        self.bytes += length
+        stream = self._stream(chunk + offset, length)
+        buffers = []
+        for offset, length in ranges[1:]:
+            buffers.append(self._copied(chunk + offset, length))
+        return stream, buffers
 
     cdef object _stream(self, const char *address, uint64_t length):
         # A view of the chunk saves a copy, and costs more than copying a few KiB does.
@@ -1052,9 +1064,9 @@ cdef class RingReader(_End):
         PyErr_CheckSignals()
 
     cdef bint _poll(self, int64_t until_ns) noexcept nogil:
-        cdef int poll
+        cdef int _poll
         while monotonic_ns() < until_ns:
-            for poll in range(POLLS_PER_CLOCK):
+            for _poll in range(POLLS_PER_CLOCK):
                 if self._available():
                     return True
                 pause_polling()

@@ -37,7 +37,7 @@ _SIZE: Final = re.compile(r"([0-9]+) ?(B|KiB|MiB|GiB)?", re.ASCII)
 
 @attrs.frozen
 class _Rule:
-    """What one setting allows: `check` returns the value to keep or raises ValueError or TypeError."""
+    """What one setting allows; `check` returns the value to keep, or raises an error."""
 
     allowed: str
     check: Callable[[Any], Any]
@@ -74,7 +74,8 @@ def _size(least: int, most: int) -> _Rule:
         return _within(_plain_int(value), least, most)
 
     return _Rule(
-        f"an integer of bytes or a text such as '64 KiB' (units B, KiB, MiB, GiB), from {least} to {most} bytes",
+        f"an integer of bytes or a text such as '64 KiB' (units B, KiB, MiB, GiB), "
+        f"from {least} to {most} bytes",
         check,
     )
 
@@ -173,7 +174,7 @@ def _setting(default: object) -> Any:
     """A field whose value goes through the rule of its name."""
     return attrs.field(
         default=default,
-        converter=attrs.Converter(  # type: ignore[misc]  # the plug-in knows functions only
+        converter=attrs.Converter(
             lambda value, field: _checked(_CONSTRUCTOR, field.name, value), takes_field=True
         ),
     )
@@ -264,7 +265,7 @@ def _from_file(path: str | os.PathLike[str] | None) -> Mapping[str, object]:
         return {}
     try:
         document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError) as error:  # TOMLDecodeError, UnicodeDecodeError: ValueError
+    except (OSError, ValueError, TypeError) as error:  # malformed TOML is a ValueError
         raise ConfigError(f"{path}: can't be read as a TOML file: {error}") from error
     table = document.get(_TABLE)
     if not isinstance(table, dict):

@@ -23,6 +23,7 @@ descriptor of the file drops all of them. So `_LockFile` is one per file and pro
 from __future__ import annotations
 
 import collections
+import contextlib
 import errno
 import fcntl
 import hmac
@@ -33,7 +34,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, Self
+from typing import ClassVar, Final, Self
 
 import attrs
 
@@ -77,8 +78,8 @@ class LockFile:
     since closing any of them would drop the locks of all.
     """
 
-    _registry: dict[tuple[int, int], LockFile] = {}
-    _registry_lock = threading.Lock()
+    _registry: ClassVar[dict[tuple[int, int], LockFile]] = {}
+    _registry_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, key: tuple[int, int]) -> None:
         self._key = key
@@ -175,7 +176,9 @@ def _is_gone(pidfd: int | None) -> bool:
 
 def _peer_of(connection: socket.socket) -> tuple[int, int]:
     """The process and the user on the other side, as the kernel knows them."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    credentials = connection.getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
+    )
     pid, uid, _ = struct.unpack("3i", credentials)
     return pid, uid
 
@@ -222,7 +225,8 @@ class _Unlocked:
             return False
         self.since = None
         raise ProtocolError(
-            f"{who} is alive but its lock is gone: its program closed a descriptor that is not its own"
+            f"{who} is alive but its lock is gone: "
+            f"its program closed a descriptor that is not its own"
         )
 
 
@@ -440,7 +444,7 @@ class WriterControl:
         self._drop_silent()
 
     def _drop_silent(self) -> None:
-        """Close who has connected and says nothing: after a while, and the oldest if they are many."""
+        """Close who has connected and says nothing, after a while or if they are many."""
         silent = [
             connection
             for connection in self._connections.values()
@@ -482,10 +486,9 @@ class WriterControl:
         connection.close()
 
     def _unwatch(self, connection: _Connection) -> None:
-        try:
+        # It was unwatched before, or the caller's program closed it.
+        with contextlib.suppress(OSError, ValueError):
             self._epoll.unregister(connection.socket)
-        except (FileNotFoundError, ValueError, OSError):
-            pass  # it was unwatched before, or the caller's program closed it
 
     def _holder_of(self, connection: _Connection) -> Holder | None:
         for holder in self.holders.values():
@@ -560,7 +563,9 @@ class WriterControl:
         elif not holder.is_admitted or self.lock_file.is_held(rank_byte(rank)):
             verb = "held" if holder.is_admitted else "being claimed"
             self._refuse(
-                connection, _REFUSAL, f"rank {rank} is {verb} by process {holder.pid}, which is alive"
+                connection,
+                _REFUSAL,
+                f"rank {rank} is {verb} by process {holder.pid}, which is alive",
             )
 
     def _refuse(self, connection: _Connection, kind: int, text: str) -> None:
@@ -581,7 +586,7 @@ class WriterControl:
             self._forget(connection)
 
     def _try_admit(self, holder: Holder) -> None:
-        """Admit a reader that is mapped, unless its socket is full: then the next step tries again."""
+        """Admit a reader that is mapped, or leave it to the next step if its socket is full."""
         connection = holder.connection.socket
         if not self.lock_file.is_held(rank_byte(holder.rank)):
             raise ProtocolError(f"rank {holder.rank} says that it is mapped, but holds no lock")
@@ -655,10 +660,8 @@ class WriterControl:
         """Close the socket and every connection; those that are not admitted are told."""
         self._listener.close()
         for connection in self._connections.values():
-            try:
+            with contextlib.suppress(OSError):  # it has gone before us
                 _send(connection.socket, _CLOSING)
-            except OSError:
-                pass  # it has gone before us
         self.close_descriptors()
 
     def close_descriptors(self) -> None:
@@ -774,9 +777,13 @@ class ReaderControl:
             try:
                 frame = _receive(self._socket, 3)
             except _Gone:
-                raise WriterLost(f"the writer {self._whom} ended before it admitted {self._me}") from None
+                raise WriterLost(
+                    f"the writer {self._whom} ended before it admitted {self._me}"
+                ) from None
             except _NoDescriptors:
-                raise ShmcastError(f"{self._me} has no room for descriptors (RLIMIT_NOFILE)") from None
+                raise ShmcastError(
+                    f"{self._me} has no room for descriptors (RLIMIT_NOFILE)"
+                ) from None
             if frame is None:
                 # A forked child of the writer may hold the socket open after its death.
                 if self._writer_pidfd is not None and _is_gone(self._writer_pidfd):
@@ -842,7 +849,7 @@ class ReaderControl:
 
     def take_file(self, nonce: int) -> int:
         """
-        The descriptor that was sent under this nonce, which the caller owns; older ones are dropped.
+        The descriptor sent under this nonce, which the caller owns; older ones are dropped.
 
         It was sent before its message was published, so it is there.
 
@@ -862,7 +869,9 @@ class ReaderControl:
                 raise ShmcastError(
                     f"{self._me} lost a message: no room for its descriptor (RLIMIT_NOFILE)"
                 )
-        raise ProtocolError(f"{self._me} lost a message: its file did not come over the control socket")
+        raise ProtocolError(
+            f"{self._me} lost a message: its file did not come over the control socket"
+        )
 
     def is_writer_dead(self) -> bool:
         """
@@ -895,6 +904,6 @@ class ReaderControl:
             os.close(descriptor)
         self.offered = None
         while self._files:
-            _, descriptor = self._files.popleft()
-            if descriptor is not None:
-                os.close(descriptor)
+            _, file = self._files.popleft()
+            if file is not None:
+                os.close(file)

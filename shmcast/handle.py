@@ -74,9 +74,9 @@ class Handle:
         scratch = target.with_name(f".{target.name}.{os.getpid()}.{os.urandom(4).hex()}")
         descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            with open(descriptor, "w", encoding="utf-8") as file:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
                 file.write(self.to_json())
-            os.replace(scratch, target)
+            scratch.replace(target)
         except BaseException:
             scratch.unlink(missing_ok=True)
             raise

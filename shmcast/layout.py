@@ -19,9 +19,9 @@ A line is 128 bytes: two cache lines of 64, since processors fetch them in pairs
 
 Who stores each word, who loads it, and its range:
 
-=============  =====================================  ========  =====================================
+=============  =====================================  ========  ===================================
 word           stored by                              loaded    range
-=============  =====================================  ========  =====================================
+=============  =====================================  ========  ===================================
 published      the writer                             readers   messages so far; only grows
 closing        the writer, once                       readers   0 or 1
 writer_sleeps  the writer                             readers   0 or 1
@@ -33,7 +33,7 @@ cursor         the rank's reader; the writer once,    writer    messages finishe
                before it admits the reader
 sleeps         the rank's reader                      writer    0 or 1
 left           the rank's reader                      writer    the epoch that has left, 0 for none
-=============  =====================================  ========  =====================================
+=============  =====================================  ========  ===================================
 
 A message lies in its chunk (or, if it does not fit one, in a memory file of its own) as an image:
 a header, a table with the length of every buffer, the stream, then the buffers at multiples of 64
@@ -127,9 +127,7 @@ class Layout:
 
     @data_bytes.default
     def _data_bytes(self) -> int:
-        return round_up(
-            self.chunks_offset + self.n_chunks * self.chunk_stride_bytes, mmap.PAGESIZE
-        )
+        return round_up(self.chunks_offset + self.n_chunks * self.chunk_stride_bytes, mmap.PAGESIZE)
 
     @control_bytes.default
     def _control_bytes(self) -> int:

@@ -11,7 +11,7 @@ import functools
 import math
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from shmcast._ring import Memory, StreamParts, copy_strided, new_bytearray
@@ -146,15 +146,16 @@ def reduce_tensor(tensor: torch.Tensor) -> _Reduced:
     """
     if not _is_plain(tensor):
         return _reduce_as_torch_does(tensor)
-    shape, strides = tuple(tensor.shape), tensor.stride()
+    shape = tuple(tensor.shape)
+    strides: tuple[int, ...] | None = tensor.stride()
     item_bytes = tensor.element_size()
     size_bytes = item_bytes * math.prod(shape)
     memory: Memory | bytearray
-    if _is_dense(shape, strides):
+    if _is_dense(shape, tensor.stride()):
         memory = Memory(tensor.data_ptr(), size_bytes, tensor)
     else:
         memory = new_bytearray(size_bytes)
-        copy_strided(memory, tensor.data_ptr(), shape, strides, item_bytes)
+        copy_strided(memory, tensor.data_ptr(), shape, tensor.stride(), item_bytes)
         strides = None
     dtype_name = str(tensor.dtype).removeprefix("torch.")
     return rebuild_tensor, (pickle.PickleBuffer(memory), shape, strides, dtype_name)
@@ -264,7 +265,7 @@ def _reduce_as_torch_does(tensor: torch.Tensor) -> _Reduced:
     import torch
 
     try:
-        reduced: _Reduced = tensor.__reduce_ex__(_PROTOCOL)  # type: ignore[assignment]  # never a str
+        reduced: _Reduced = tensor.__reduce_ex__(_PROTOCOL)  # type: ignore[no-untyped-call]  # torch's
         refused = _holds_storage(reduced) and not _torch_carries(tensor.dtype)
         cause = None
     except Exception as error:
@@ -273,15 +274,15 @@ def _reduce_as_torch_does(tensor: torch.Tensor) -> _Reduced:
         refused, cause = True, error
     if refused:
         raise TypeError(
-            f"torch {torch.__version__} can't load its own pickle of a {tensor.dtype} tensor, which "
-            f"this one needs ({type(tensor).__name__}, requires_grad={tensor.requires_grad}, "
+            f"torch {torch.__version__} can't load its own pickle of a {tensor.dtype} tensor, "
+            f"which this one needs ({type(tensor).__name__}, requires_grad={tensor.requires_grad}, "
             f"layout={tensor.layout}, device={tensor.device}): send a plain CPU tensor instead"
         ) from cause
     return reduced
 
 
 def _holds_storage(reduced: Any) -> bool:
-    """Whether a storage is in there: what torch pickles without one does not depend on the dtype."""
+    """Whether a storage is in there: what torch pickles without one works for every dtype."""
     import torch
 
     if isinstance(reduced, tuple):
@@ -296,6 +297,6 @@ def _torch_carries(dtype: torch.dtype) -> bool:
 
     try:
         sample = torch.empty(1, dtype=dtype, device="cpu")
-        return pickle.loads(pickle.dumps(sample, _PROTOCOL)).dtype == dtype
+        return bool(pickle.loads(pickle.dumps(sample, _PROTOCOL)).dtype == dtype)
     except Exception:  # whatever it raises, the answer is no
         return False

@@ -1,4 +1,4 @@
-"""`MessageQueue` and `MessageReader`: the two ends of a queue, and what joins the parts below them."""
+"""`MessageQueue` and `MessageReader`: the two ends of a queue, joined from the parts below."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ _log = logging.getLogger("shmcast.queue")
 
 _LOOK_PAUSE_NS: Final = 10_000_000  # a publishing writer looks around at most this often
 _FIRST_PROBE_S: Final = 0.001  # who has waited for less does not ask who is alive
-# A sleep is cut in slices only to notice a death; a wake-up never depends on it. Slices of 10 ms for
-# ever would cost 1.0 to 1.6 % of a core, 40 ms cost 0.5 %.
+# A sleep is cut in slices only to notice a death; a wake-up never depends on it. Slices of 10 ms
+# for ever would cost 1.0 to 1.6 % of a core, 40 ms cost 0.5 %.
 _SHORT_SLICE_S: Final = 0.010
 _LONG_SLICE_S: Final = 0.040
 _SHORT_SLICES_UNTIL_S: Final = 0.100
@@ -171,7 +171,7 @@ class _Wait:
 
 class _Ends:
     """
-    The ends of this process, so that one which waits can take the handshake steps of the others.
+    The ends of this process: one which waits takes the handshake steps of the others.
 
     Both ends of a queue may be in one process, even in one thread, and two processes may each wait
     as the writer of a queue that the other one reads.
@@ -260,7 +260,7 @@ class _QueueEnd:
     def _is_attaching(self) -> bool:
         raise NotImplementedError
 
-    def _step(self) -> None:
+    def _step(self) -> object:
         raise NotImplementedError
 
     def _stop_waits(self) -> None:
@@ -293,7 +293,7 @@ class MessageQueue(_QueueEnd):
         ranks = config.local_reader_ranks
         if ranks is not None and len(ranks) < config.n_readers:
             raise ConfigError(
-                f"local_reader_ranks = {ranks!r} leaves remote ranks, which this version of shmcast "
+                f"local_reader_ranks = {ranks!r} leaves remote ranks, which this version "
                 f"does not have; allowed is None"
             )
         self._config = config
@@ -332,9 +332,7 @@ class MessageQueue(_QueueEnd):
 
     @staticmethod
     def create_from_handle(handle: Handle, rank: int) -> MessageReader:
-        """
-        A reader of the queue that this handle belongs to; the same as `MessageReader(handle, rank)`.
-        """
+        """Attach a reader to the handle's queue; the same as `MessageReader(handle, rank)`."""
         return MessageReader(handle, rank)
 
     def __repr__(self) -> str:
@@ -823,14 +821,10 @@ class MessageReader(_QueueEnd):
 
     def _attach(self, deadline: float) -> None:
         """Go through the handshake, if that is not done; raises QueueNotReady if time is up."""
-        self._step()
-        if self._control.is_admitted:
-            return
         wait = _Wait(deadline, QueueConfig().warn_after_s)
-        while not self._control.is_admitted:
+        while not self._step():
             _ends.take_steps_of_others(self)
-            self._step()
-            if self._control.is_admitted:
+            if self._step():
                 return
             self._check_open()
             slice_s = wait.slice_s()
@@ -854,9 +848,10 @@ class MessageReader(_QueueEnd):
     def _is_attaching(self) -> bool:
         return not self._control.is_admitted and not self.closed
 
-    def _step(self) -> None:
+    def _step(self) -> bool:
+        """Take the handshake as far as it goes without waiting; whether it is done."""
         if self._control.is_admitted:
-            return
+            return True
         self._control.step()
         if self._control.offered is not None:
             data, control = self._control.offered
@@ -867,9 +862,11 @@ class MessageReader(_QueueEnd):
             self._spin_ns = _spin_ns(layout.spin_us, layout.n_readers)
             self._control.confirm()
             self._control.step()
-        if self._control.start is not None:
-            self._ring.begin(self._control.start)
-            self._take = self._ring.try_take
+        if self._control.start is None:
+            return False
+        self._ring.begin(self._control.start)
+        self._take = self._ring.try_take
+        return True
 
     def _stop_waits(self) -> None:
         ring = getattr(self, "_ring", None)
@@ -915,9 +912,9 @@ def _frozen_file(pieces: list[tuple[int, Any]], size_bytes: int) -> int:
             # Written, not mapped: a fork at the wrong moment would keep a mapping, which forbids
             # the seal, and fresh pages cost a fault each.
             view = memoryview(piece)
-            while view:
-                written_bytes = os.pwrite(file, view, offset)
-                view, offset = view[written_bytes:], offset + written_bytes
+            done_bytes = 0
+            while done_bytes < len(view):
+                done_bytes += os.pwrite(file, view[done_bytes:], offset + done_bytes)
         add_seals(file, FROZEN)
     except BaseException:
         os.close(file)

@@ -2,8 +2,8 @@
 Create, reserve, map, seal and check the memory files of a segment. Cursors are not known here.
 
 Memory files have no name, so the kernel removes them with their last user, however that one ends,
-and the size of `/dev/shm` does not count. Memory is reserved before it is written: without that, too
-little of it would show as SIGBUS at the first touch.
+and the size of `/dev/shm` does not count. Memory is reserved before it is written: without that,
+too little of it would show as SIGBUS at the first touch.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ class Segment:
 
 def memory_available_bytes() -> int:
     """
-    How much memory this process can still get: the least that the machine and its control groups leave.
+    How much memory this process can still get, after the machine's and its control groups' limits.
 
     Pages of files that can be dropped count as available.
     """
@@ -266,9 +266,11 @@ def cpus_available() -> float:
         quota, _, period = _text_of(group / "cpu.max").strip().partition(" ")
         if quota.isdecimal() and period.isdecimal():
             cpus = min(cpus, int(quota) / int(period))
-        limit, period_us = _number_in(group / "cpu.cfs_quota_us"), _number_in(group / "cpu.cfs_period_us")
-        if limit is not None and limit > 0 and period_us:
-            cpus = min(cpus, limit / period_us)
+        quota_us, period_us = (
+            _number_in(group / f"cpu.cfs_{name}_us") for name in ("quota", "period")
+        )
+        if quota_us is not None and quota_us > 0 and period_us:
+            cpus = min(cpus, quota_us / period_us)
     return cpus
 
 
