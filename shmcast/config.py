@@ -7,14 +7,16 @@ and its errors name neither file nor key; making it strict took more code than a
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import math
 import operator
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, Literal, Self, cast
+from typing import Any, Final, Literal, Self, SupportsIndex, cast
 
 import attrs
 
@@ -90,11 +92,10 @@ def _choice(*words: str) -> _Rule:
 
 
 def _check_seconds(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError
-    if not (math.isfinite(value) and value > 0):
+    seconds: float = value if isinstance(value, float) else _plain_int(value)
+    if not (math.isfinite(seconds) and seconds > 0):
         raise ValueError
-    return value
+    return seconds
 
 
 def _check_ranks(value: Any) -> tuple[int, ...] | None:
@@ -102,7 +103,8 @@ def _check_ranks(value: Any) -> tuple[int, ...] | None:
         return None
     if isinstance(value, str | bytes | Mapping):
         raise TypeError
-    ranks = tuple(_within(_plain_int(rank), 0, _MOST_READERS - 1) for rank in value)
+    few = itertools.islice(value, _MOST_READERS + 1)  # it may be endless
+    ranks = tuple(_within(_plain_int(rank), 0, _MOST_READERS - 1) for rank in few)
     if len(set(ranks)) != len(ranks):
         raise ValueError
     return ranks
@@ -142,15 +144,27 @@ _RULES: Final[Mapping[str, _Rule]] = {
 }
 
 
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except Exception:  # its own, or an integer of too many digits
+        return f"a {type(value).__name__} that can't be shown"
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+#: Which setting each environment variable is for.
+_KEYS: Final = {_VARIABLE_PREFIX + key.upper(): key for key in _RULES}
+
+
 def _refusal(origin: str, key: str, value: object, allowed: str) -> ConfigError:
-    return ConfigError(f"{origin}: {key} = {value!r} is not allowed; allowed is {allowed}")
+    return ConfigError(f"{origin}: {key} = {_shown(value)} is not allowed; allowed is {allowed}")
 
 
 def _checked(origin: str, key: str, value: object) -> Any:
     rule = _RULES[key]
     try:
         return rule.check(value)
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # whatever a value does when it is looked at
         raise _refusal(origin, key, value, rule.allowed) from None
 
 
@@ -170,17 +184,7 @@ def _check_together(values: Mapping[str, Any], origins: Mapping[str, str]) -> No
 _CONSTRUCTOR: Final = "QueueConfig(...)"
 
 
-def _setting(default: object) -> Any:
-    """A field whose value goes through the rule of its name."""
-    return attrs.field(
-        default=default,
-        converter=attrs.Converter(
-            lambda value, field: _checked(_CONSTRUCTOR, field.name, value), takes_field=True
-        ),
-    )
-
-
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, init=False)
 class QueueConfig:
     """
     The settings of one queue, checked when made and fixed from then on.
@@ -209,22 +213,39 @@ class QueueConfig:
         ConfigError: a value is not allowed; the text names the key, the value and the rule.
     """
 
-    n_readers: int = _setting(1)
-    local_reader_ranks: tuple[int, ...] | None = _setting(None)
-    chunk_bytes: int = _setting(2 * MIB)
-    n_chunks: int = _setting(16)
-    oob_threshold_bytes: int = _setting(DEFAULT_OOB_THRESHOLD_BYTES)
-    arena_bytes: int = _setting(1 * GIB)
-    receive: Literal["private", "copy"] = _setting("private")
-    spin_us: int = _setting(30)
-    on_reader_loss: Literal["raise", "evict"] = _setting("raise")
-    warn_after_s: float = _setting(60)
-    bind: str | None = _setting(None)
-    security: Literal["curve", "none"] = _setting("curve")
+    n_readers: int
+    local_reader_ranks: tuple[int, ...] | None
+    chunk_bytes: int
+    n_chunks: int
+    oob_threshold_bytes: int
+    arena_bytes: int
+    receive: Literal["private", "copy"]
+    spin_us: int
+    on_reader_loss: Literal["raise", "evict"]
+    warn_after_s: float
+    bind: str | None
+    security: Literal["curve", "none"]
 
-    def __attrs_post_init__(self) -> None:
-        values = {key: getattr(self, key) for key in _RULES}
+    def __init__(
+        self,
+        *,
+        n_readers: SupportsIndex = 1,
+        local_reader_ranks: Iterable[SupportsIndex] | None = None,
+        chunk_bytes: SupportsIndex | str = 2 * MIB,
+        n_chunks: SupportsIndex = 16,
+        oob_threshold_bytes: SupportsIndex | str = DEFAULT_OOB_THRESHOLD_BYTES,
+        arena_bytes: SupportsIndex | str = 1 * GIB,
+        receive: Literal["private", "copy"] = "private",
+        spin_us: SupportsIndex = 30,
+        on_reader_loss: Literal["raise", "evict"] = "raise",
+        warn_after_s: float = 60,
+        bind: str | None = None,
+        security: Literal["curve", "none"] = "curve",
+    ) -> None:
+        given = locals()  # before any other name is bound, these are the arguments
+        values = {key: _checked(_CONSTRUCTOR, key, given[key]) for key in _RULES}
         _check_together(values, dict.fromkeys(_RULES, _CONSTRUCTOR))
+        self.__attrs_init__(**values)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str] | None = None, **overrides: object) -> Self:
@@ -239,7 +260,7 @@ class QueueConfig:
             ConfigError: a value is not allowed, a key or a variable is unknown, or the file is
                 missing, malformed or without the table; the text names the place.
         """
-        values: dict[str, Any] = {field.name: field.default for field in attrs.fields(cls)}
+        values = {key: inspect.signature(cls).parameters[key].default for key in _RULES}
         origins = dict.fromkeys(_RULES, "default")
         for origin_of, layer in (
             (_file_origin(path), _from_file(path)),
@@ -265,8 +286,10 @@ def _from_file(path: str | os.PathLike[str] | None) -> Mapping[str, object]:
         return {}
     try:
         document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError) as error:  # malformed TOML is a ValueError
-        raise ConfigError(f"{path}: can't be read as a TOML file: {error}") from error
+    # TOMLDecodeError and UnicodeDecodeError are ValueErrors; RecursionError: deep nesting.
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        name = os.fspath(path) if isinstance(path, os.PathLike) else path
+        raise ConfigError(f"{name}: can't be read as a TOML file: {error}") from error
     table = document.get(_TABLE)
     if not isinstance(table, dict):
         raise ConfigError(f"{os.fspath(path)}: there is no table [{_TABLE}] in this file")
@@ -282,14 +305,12 @@ def _from_environment() -> Mapping[str, object]:
     for variable, text in sorted(os.environ.items()):
         if not variable.startswith(_VARIABLE_PREFIX):
             continue
-        suffix = variable.removeprefix(_VARIABLE_PREFIX)
-        key = suffix.lower()
-        rule = _RULES.get(key) if suffix.isupper() else None
-        if rule is None:
-            known = ", ".join(_VARIABLE_PREFIX + name.upper() for name in _RULES)
+        key = _KEYS.get(variable)
+        if key is None:
+            known = ", ".join(_KEYS)
             raise ConfigError(f"environment variable {variable} is unknown; known are {known}")
         try:
-            layer[key] = rule.parse(text)
+            layer[key] = _RULES[key].parse(text)
         except ValueError:
-            raise _refusal(_variable_origin(key), key, text, rule.allowed) from None
+            raise _refusal(_variable_origin(key), key, text, _RULES[key].allowed) from None
     return layer

@@ -79,7 +79,8 @@ class LockFile:
     """
 
     _registry: ClassVar[dict[tuple[int, int], LockFile]] = {}
-    _registry_lock: ClassVar[threading.Lock] = threading.Lock()
+    # Reentrant: the garbage collector may close an end wherever it likes.
+    _registry_lock: ClassVar[threading.RLock] = threading.RLock()
 
     def __init__(self, key: tuple[int, int]) -> None:
         self._key = key
@@ -94,8 +95,11 @@ class LockFile:
         key = (status.st_dev, status.st_ino)
         with cls._registry_lock:
             lock_file = cls._registry.setdefault(key, cls(key))
-            lock_file._descriptors.append(descriptor)
             lock_file._users += 1
+            if cls._registry.get(key) is not lock_file:  # closed a moment ago, as said above
+                lock_file = cls._registry[key] = cls(key)
+                lock_file._users += 1
+            lock_file._descriptors.append(descriptor)
             return lock_file
 
     @property
@@ -156,7 +160,7 @@ class LockFile:
         The descriptors stay open: if the child attaches to the same queue, closing one of them
         would drop the child's own lock.
         """
-        cls._registry_lock = threading.Lock()
+        cls._registry_lock = threading.RLock()
         for lock_file in cls._registry.values():
             lock_file._held.clear()
             lock_file._users += 1  # nobody's: the file stays until the child ends
@@ -181,12 +185,6 @@ def _peer_of(connection: socket.socket) -> tuple[int, int]:
     )
     pid, uid, _ = struct.unpack("3i", credentials)
     return pid, uid
-
-
-def _is_writable(connection: socket.socket) -> bool:
-    poll = select.poll()
-    poll.register(connection, select.POLLOUT)
-    return bool(poll.poll(0))
 
 
 def _pidfd_of(connection: socket.socket, pid: int) -> int | None:
@@ -326,6 +324,7 @@ class _Connection:
     pidfd: int | None
     accepted_at: float
     claimed_rank: int | None = None  # a valid claim, waiting for the rank to become vacant
+    holder: Holder | None = None
     is_open: bool = True
 
     def close(self) -> None:
@@ -343,16 +342,20 @@ class Holder:
 
     Attributes:
         is_mapped: whether it has said that it is ready.
-        is_admitted: whether the writer waits for it.
         n_files_sent: how many of the kept files it has been sent.
+        is_admitted: whether the writer waits for it.
+        start: the message that it starts with, once admitted.
+        is_told: whether it knows that.
     """
 
     rank: int
     epoch: int
     connection: _Connection
     is_mapped: bool = False
-    is_admitted: bool = False
     n_files_sent: int = 0
+    is_admitted: bool = False
+    start: int = 0
+    is_told: bool = False
     unlocked: _Unlocked = attrs.field(factory=_Unlocked)
 
     @property
@@ -395,6 +398,7 @@ class WriterControl:
     _never_admitted: set[int] = attrs.field(init=False)
     _kept_files: dict[int, int] = attrs.field(init=False, factory=dict)  # nonce → descriptor
     _connections: dict[int, _Connection] = attrs.field(init=False, factory=dict)
+    _is_starved: bool = attrs.field(init=False, default=False)
     _listener: socket.socket = attrs.field(init=False)
     _epoll: select.epoll = attrs.field(init=False)
 
@@ -427,7 +431,10 @@ class WriterControl:
 
     def wait(self, timeout_s: float) -> None:
         """Wait until something arrives on the socket."""
-        self._epoll.poll(timeout_s, 1)
+        if self._is_starved:  # what has arrived cannot be accepted now, and would end each poll
+            time.sleep(min(timeout_s, 0.001))
+        else:
+            self._epoll.poll(timeout_s, 1)
 
     def serve(self) -> None:
         """Answer everything that has arrived; never waits."""
@@ -435,12 +442,11 @@ class WriterControl:
         for descriptor, _ in events:
             connection = self._connections.get(descriptor)
             if connection is not None:
-                self._serve_connection(connection)
+                self._guarded(connection, self._take_frames)
         if any(descriptor == self._listener.fileno() for descriptor, _ in events):
             self._accept()
         for connection in list(self._connections.values()):
-            if connection.claimed_rank is not None or self._holder_of(connection) is not None:
-                self._advance(connection)
+            self._guarded(connection, self._take_up)
         self._drop_silent()
 
     def _drop_silent(self) -> None:
@@ -448,7 +454,7 @@ class WriterControl:
         silent = [
             connection
             for connection in self._connections.values()
-            if connection.claimed_rank is None and self._holder_of(connection) is None
+            if connection.claimed_rank is None and connection.holder is None
         ]
         oldest_allowed = time.monotonic() - _SILENCE_S
         for index, connection in enumerate(silent):
@@ -456,6 +462,7 @@ class WriterControl:
                 self._forget(connection)
 
     def _accept(self) -> None:
+        self._is_starved = False
         for _ in range(len(self.ranks) + _BACKLOG):
             try:
                 accepted, _ = self._listener.accept()
@@ -463,9 +470,10 @@ class WriterControl:
                 return
             except OSError as error:
                 # Out of descriptors, or the peer has gone: it stays in the backlog, or is no more.
-                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED):
-                    return
-                raise
+                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED):
+                    raise
+                self._is_starved = error.errno != errno.ECONNABORTED
+                return
             accepted.setblocking(False)
             pid, uid = _peer_of(accepted)
             if uid != os.geteuid():
@@ -474,13 +482,12 @@ class WriterControl:
             connection = _Connection(accepted, pid, _pidfd_of(accepted, pid), time.monotonic())
             self._connections[accepted.fileno()] = connection
             self._epoll.register(accepted, select.EPOLLIN)
-            self._serve_connection(connection)
+            self._guarded(connection, self._take_frames)
 
     def _forget(self, connection: _Connection) -> None:
         """Close a connection that holds no admitted rank."""
-        holder = self._holder_of(connection)
-        if holder is not None:
-            del self.holders[holder.rank]
+        if connection.holder is not None:
+            del self.holders[connection.holder.rank]
         del self._connections[connection.socket.fileno()]
         self._unwatch(connection)
         connection.close()
@@ -490,41 +497,28 @@ class WriterControl:
         with contextlib.suppress(OSError, ValueError):
             self._epoll.unregister(connection.socket)
 
-    def _holder_of(self, connection: _Connection) -> Holder | None:
-        for holder in self.holders.values():
-            if holder.connection is connection:
-                return holder
-        return None
-
-    def _serve_connection(self, connection: _Connection) -> None:
-        self._guarded(connection, self._take_frames)
-
-    def _advance(self, connection: _Connection) -> None:
-        """Go on with what had to wait: a claim, or an admission."""
-        self._guarded(connection, self._take_up)
-
     def _guarded(self, connection: _Connection, step: Callable[[_Connection], None]) -> None:
         try:
             step(connection)
         except (_Gone, _NoDescriptors, ProtocolError, OSError):
             # The end of a connection is no death, and garbage none either: a holder that was
             # admitted stays one for as long as its lock says so.
-            holder = self._holder_of(connection)
-            if holder is not None and holder.is_admitted:
+            if connection.holder is not None and connection.holder.is_admitted:
                 self._unwatch(connection)
             elif connection.is_open:
                 self._forget(connection)
 
     def _take_up(self, connection: _Connection) -> None:
-        holder = self._holder_of(connection)
+        """Go on with what had to wait: a claim, or an admission."""
+        holder = connection.holder
         if connection.claimed_rank is not None:
             self._decide(connection, connection.claimed_rank)
-        elif holder is not None and holder.is_mapped and not holder.is_admitted:
+        elif holder is not None and holder.is_mapped and not holder.is_told:
             self._try_admit(holder)
 
     def _take_frames(self, connection: _Connection) -> None:
         while connection.is_open:
-            holder = self._holder_of(connection)
+            holder = connection.holder
             frame = _receive(connection.socket, 0)
             if frame is None:
                 return
@@ -574,7 +568,7 @@ class WriterControl:
 
     def _offer(self, connection: _Connection, rank: int) -> None:
         holder = Holder(rank, self.new_epoch(rank), connection)
-        connection.claimed_rank = None
+        connection.claimed_rank, connection.holder = None, holder
         self.holders[rank] = holder
         if not _send(
             connection.socket,
@@ -586,25 +580,30 @@ class WriterControl:
             self._forget(connection)
 
     def _try_admit(self, holder: Holder) -> None:
-        """Admit a reader that is mapped, or leave it to the next step if its socket is full."""
+        """Admit a reader that is mapped; the next step goes on if its socket is full."""
         connection = holder.connection.socket
+        if not holder.is_admitted and not self._can_admit(holder):
+            return
+        holder.is_told = _send(connection, _ADMISSION, rank=holder.rank, number=holder.start)
+
+    def _can_admit(self, holder: Holder) -> bool:
         if not self.lock_file.is_held(rank_byte(holder.rank)):
             raise ProtocolError(f"rank {holder.rank} says that it is mapped, but holds no lock")
         is_first = holder.rank in self._never_admitted
         if is_first:
             for nonce, descriptor in list(self._kept_files.items())[holder.n_files_sent :]:
-                if not _send(connection, _FILE, number=nonce, descriptors=(descriptor,)):
-                    return
+                if not _send(
+                    holder.connection.socket, _FILE, number=nonce, descriptors=(descriptor,)
+                ):
+                    return False
                 holder.n_files_sent += 1
-        if not _is_writable(connection):
-            return
         # The cursor is set before the reader learns where to start: from then on it is its own.
-        start = self.admit(holder.rank, is_first)
+        holder.start = self.admit(holder.rank, is_first)
         holder.is_admitted = True
         self._never_admitted.discard(holder.rank)
         if not self._never_admitted:
             self._drop_kept_files()
-        _send(connection, _ADMISSION, rank=holder.rank, number=start)
+        return True
 
     def vacate(self, rank: int) -> None:
         """End a rank's attachment, which has left or died; it may be claimed from now on."""
@@ -695,6 +694,8 @@ class ReaderControl:
     epoch: int = attrs.field(init=False, default=0)
     #: The data and the control file, once offered; the caller takes them over and then confirms.
     offered: tuple[int, int] | None = attrs.field(init=False, default=None)
+    #: Why this reader can never be admitted; every step raises it.
+    failure: Exception | None = attrs.field(init=False, default=None)
     start: int | None = attrs.field(init=False, default=None)
     writer_pid: int | None = attrs.field(init=False, default=None)
     lock_file: LockFile | None = attrs.field(init=False, default=None)
@@ -771,6 +772,15 @@ class ReaderControl:
             QueueClosed: the writer closed before it admitted this reader.
             WriterLost: the writer died before.
         """
+        if self.failure is not None:
+            raise self.failure
+        try:
+            self._go_on()
+        except ShmcastError as error:
+            self.failure = error
+            raise
+
+    def _go_on(self) -> None:
         if not self._is_connected:
             self._try_connect()
         while self._is_connected and not self.is_admitted and self.offered is None:

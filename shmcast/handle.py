@@ -75,6 +75,7 @@ class Handle:
         descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                os.fchmod(descriptor, 0o600)  # whatever the umask
                 file.write(self.to_json())
             scratch.replace(target)
         except BaseException:
@@ -102,27 +103,38 @@ def _checked(content: Any) -> dict[str, Any]:
         if not condition:
             raise ProtocolError(f"not a handle: {what}")
 
+    def shown(value: object) -> str:
+        # Only what can't hold a secret that stands in the wrong place.
+        if value is None or isinstance(value, bool | float):
+            return repr(value)
+        if isinstance(value, int) and abs(value) < 1 << 63:
+            return repr(value)
+        return f"a {type(value).__name__}"
+
     def is_count(value: object) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
 
     need(isinstance(content, dict), "a JSON object is expected")
     version = content.get("shmcast_handle")
-    need(version == _VERSION, f"shmcast_handle is {version!r}, this version reads {_VERSION}")
+    need(
+        is_count(version) and version == _VERSION,
+        f"shmcast_handle is {shown(version)}, this version reads {_VERSION}",
+    )
     endpoint, n_readers = content.get("endpoint"), content.get("n_readers")
     ranks, address = content.get("local_reader_ranks"), content.get("local_address")
     secrets = content.get("secrets")
-    need(endpoint is None or isinstance(endpoint, str), f"endpoint is {endpoint!r}")
-    need(is_count(n_readers) and n_readers > 0, f"n_readers is {n_readers!r}")
+    need(endpoint is None or isinstance(endpoint, str), f"endpoint is {shown(endpoint)}")
+    need(is_count(n_readers) and n_readers > 0, f"n_readers is {shown(n_readers)}")
     need(
         isinstance(ranks, list)
         and all(is_count(rank) and 0 <= rank < n_readers for rank in ranks)
         and len(set(ranks)) == len(ranks),
-        f"local_reader_ranks is {ranks!r}, n_readers is {n_readers}",
+        f"local_reader_ranks is {shown(ranks)}, n_readers is {n_readers}",
     )
     # 107 bytes is what a Unix address holds besides the leading zero byte.
     need(
         isinstance(address, str) and address.isascii() and 0 < len(address) <= 107,
-        f"local_address is {address!r}",
+        f"local_address is {shown(address)}",
     )
     token = secrets.get("token") if isinstance(secrets, dict) else None
     need(

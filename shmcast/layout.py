@@ -49,7 +49,7 @@ from typing import Final, Self
 import attrs
 
 from shmcast.config import QueueConfig
-from shmcast.errors import ProtocolError
+from shmcast.errors import ConfigError, ProtocolError
 
 __all__ = ["Layout"]
 
@@ -175,9 +175,18 @@ class Layout:
             raise ProtocolError(f"not a shmcast segment: it starts with {magic!r}")
         if version != _VERSION:
             raise ProtocolError(f"the segment has version {version}, this one reads {_VERSION}")
-        if not all(value > 0 for value in values[:3]) or not values[-1] > 0:
-            raise ProtocolError(f"the segment's header is damaged: it holds {values}")
-        layout = cls(*values)
+        n_readers, n_chunks, chunk_bytes, spin_us, warn_after_s = values
+        try:
+            config = QueueConfig(
+                n_readers=n_readers,
+                n_chunks=n_chunks,
+                chunk_bytes=chunk_bytes,
+                spin_us=spin_us,
+                warn_after_s=warn_after_s,
+            )
+        except ConfigError as error:
+            raise ProtocolError(f"the segment's header is damaged: {error}") from None
+        layout = cls.of(config)
         if layout.data_bytes != data_bytes:
             raise ProtocolError(
                 f"the segment's header is damaged: it means {layout.data_bytes} bytes, "

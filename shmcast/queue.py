@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import secrets
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -49,8 +48,8 @@ from shmcast.segment import (
     Segment,
     add_seals,
     cpus_available,
+    new_frozen_file,
     new_memory_file,
-    reserve,
     seals_of,
 )
 
@@ -178,25 +177,30 @@ class _Ends:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._ends: weakref.WeakSet[_QueueEnd] = weakref.WeakSet()
+        # Changed by single operations only: a lock could be met again by a signal handler.
+        self._references: dict[int, weakref.ref[_QueueEnd]] = {}
         os.register_at_fork(after_in_child=self._after_fork_in_child)
 
     def add(self, end: _QueueEnd) -> None:
-        with self._lock:
-            self._ends.add(end)
+        key = id(end)
+        self._references[key] = weakref.ref(end, lambda _: self._references.pop(key, None))
+
+    def discard(self, end: _QueueEnd) -> None:
+        self._references.pop(id(end), None)
+
+    def _all(self) -> list[_QueueEnd]:
+        ends = [reference() for reference in list(self._references.values())]
+        return [end for end in ends if end is not None]
 
     def take_steps_of_others(self, end: _QueueEnd) -> None:
-        with self._lock:
-            others = [other for other in self._ends if other is not end]
-        for other in others:
-            if other._is_attaching:
+        for other in self._all():
+            if other is not end and other._is_attaching:
                 other._take_step()
 
     def _after_fork_in_child(self) -> None:
         # What the child inherits would keep the memory alive after its parent's death.
-        self._lock = threading.Lock()
-        ends, self._ends = list(self._ends), weakref.WeakSet()
+        ends = self._all()
+        self._references.clear()
         for end in ends:
             end._close_descriptors()
 
@@ -305,7 +309,10 @@ class MessageQueue(_QueueEnd):
         self._nonce = 0
         self._fallbacks = 0
         self._losses = 0
-        self._seen: dict[int, tuple[int, float]] = {}  # rank → its cursor, and when it moved
+        # Each holder's cursor at the last look, and when it had moved.
+        self._seen: weakref.WeakKeyDictionary[Holder, tuple[int, float]] = (
+            weakref.WeakKeyDictionary()
+        )
         layout = Layout.of(config)
         with contextlib.ExitStack() as undo:
             self._segment = Segment.create(layout)
@@ -474,17 +481,18 @@ class MessageQueue(_QueueEnd):
                         if file is None:
                             self._nonce += 1
                             pieces = image_pieces(self._ring.messages, stream, buffers)
-                            file = _frozen_file(pieces, size_bytes)
+                            file = new_frozen_file(pieces, size_bytes)
                         # Sent before it is published, so that a reader never waits for it, and has
                         # it even if the writer dies.
                         if self._control.send_file(self._nonce, file, sent):
+                            self._control.keep_file(self._nonce, file)
+                            file = None
                             self._ring.publish_file(self._nonce, stream, buffers)
                             self._fallbacks += 1
-                            self._control.keep_file(self._nonce, file)
                             return
-                        self._pause(wait, lambda slice_s: time.sleep(min(slice_s, 0.001)))
+                        self._pause(wait, for_chunk=False)
                     case Claim.FULL:
-                        self._pause(wait, self._wait_for_space)
+                        self._pause(wait, for_chunk=True)
                     case Claim.LOOK:
                         self._look(self._config.on_reader_loss)
                         has_looked = True
@@ -504,11 +512,7 @@ class MessageQueue(_QueueEnd):
                 os.close(file)
             raise
 
-    def _wait_for_space(self, slice_s: float) -> None:
-        is_first = slice_s <= _FIRST_PROBE_S
-        self._ring.wait_for_space(self._spin_ns if is_first else 0, int(slice_s * 1e9))
-
-    def _pause(self, wait: _Wait, sleep: Callable[[float], None]) -> None:
+    def _pause(self, wait: _Wait, *, for_chunk: bool) -> None:
         """Sleep a slice for the readers to go on, then look around; QueueFull if time is up."""
         self._check_open()
         slice_s = wait.slice_s()
@@ -519,9 +523,12 @@ class MessageQueue(_QueueEnd):
                 f"{self._lag_text(behind)}",
                 behind,
             )
-        if slice_s:
-            sleep(slice_s)
-            self._check_open()
+        if slice_s and for_chunk:
+            spin_ns = self._spin_ns if wait.slices == 1 else 0
+            self._ring.wait_for_space(spin_ns, int(slice_s * 1e9))
+        else:  # a reader takes a file from its socket without a word
+            time.sleep(min(slice_s, _FIRST_PROBE_S))
+        self._check_open()
         if slice_s == 0 or wait.elapsed_s >= _FIRST_PROBE_S:
             wait.has_looked = slice_s == 0
             self._look(self._config.on_reader_loss)
@@ -549,8 +556,8 @@ class MessageQueue(_QueueEnd):
         for holder in self._control.admitted():
             rank = holder.rank
             cursor = self._ring.messages - lags[rank]
-            if self._seen.get(rank, (None,))[0] != cursor:
-                self._seen[rank] = cursor, now
+            if self._seen.get(holder, (None,))[0] != cursor:
+                self._seen[holder] = cursor, now
             try:
                 # Who left before it died has left.
                 is_dead = self._control.is_dead(holder)
@@ -592,8 +599,9 @@ class MessageQueue(_QueueEnd):
         texts = []
         for rank in ranks:
             text = f"{self._who(rank)} is {lags[rank]} messages behind"
-            if rank in self._seen and rank in self._control.holders:
-                text += f", last seen {now - self._seen[rank][1]:.3g} s ago"
+            holder = self._control.holders.get(rank)
+            if holder is not None and holder in self._seen:
+                text += f", last seen {now - self._seen[holder][1]:.3g} s ago"
             texts.append(text)
         return "; ".join(texts)
 
@@ -611,6 +619,7 @@ class MessageQueue(_QueueEnd):
             ring.stop()
 
     def _finish(self) -> None:
+        _ends.discard(self)
         # Nothing can be published any more, so what the closing mark says is true.
         self._ring.say_closing()
         with contextlib.ExitStack() as parts:
@@ -772,26 +781,31 @@ class MessageReader(_QueueEnd):
             raise QueueEmpty(str(error)) from error
         ring = self._ring
         wait = _Wait(deadline, self._segment.layout.warn_after_s)
-        while (taken := self._take()) is None:
+        while True:
+            slice_s = wait.slice_s()
+            if slice_s:
+                ring.wait(self._spin_ns if wait.slices == 1 else 0, int(slice_s * 1e9))
+            taken = self._take()
+            if taken is not None:
+                return taken
             self._check_open()
             if ring.is_struck:
                 raise self._struck()
             if ring.is_closing and not ring.lag:
                 raise QueueClosed("the writer has closed, and everything was read")
-            slice_s = wait.slice_s()
-            if not slice_s:
-                if ring.lag:  # published since the last try
-                    continue
-                raise QueueEmpty(f"no message came in {wait.elapsed_s:.3g} s")
-            ring.wait(self._spin_ns if wait.slices == 1 else 0, int(slice_s * 1e9))
-            if ring.lag or wait.elapsed_s < _FIRST_PROBE_S:
+            if slice_s and wait.elapsed_s < _FIRST_PROBE_S:
                 continue
             self._control.collect_files()
             # Dead first, then the counter once more: what it published last is not lost.
-            if self._control.is_writer_dead() and not ring.lag and not ring.is_closing:
+            is_dead = self._control.is_writer_dead()
+            if ring.lag or ring.is_closing:
+                continue
+            if is_dead:
                 raise WriterLost(
                     f"the writer (pid {self._control.writer_pid}) died, and everything was read"
                 )
+            if not slice_s:
+                raise QueueEmpty(f"no message came in {wait.elapsed_s:.3g} s")
             _ends.take_steps_of_others(self)
             if wait.is_long():
                 _log.warning(
@@ -802,7 +816,6 @@ class MessageReader(_QueueEnd):
                     ring.next_sequence,
                     self._control.writer_pid,
                 )
-        return taken
 
     def _load_file(self, nonce: int) -> Any:
         file = self._control.take_file(nonce)
@@ -821,8 +834,10 @@ class MessageReader(_QueueEnd):
 
     def _attach(self, deadline: float) -> None:
         """Go through the handshake, if that is not done; raises QueueNotReady if time is up."""
+        if self._step():
+            return
         wait = _Wait(deadline, QueueConfig().warn_after_s)
-        while not self._step():
+        while True:
             _ends.take_steps_of_others(self)
             if self._step():
                 return
@@ -856,7 +871,11 @@ class MessageReader(_QueueEnd):
         if self._control.offered is not None:
             data, control = self._control.offered
             self._control.offered = None
-            self._segment = Segment.attach(data, control)
+            try:
+                self._segment = Segment.attach(data, control)
+            except (OSError, ProtocolError) as error:
+                self._control.failure = error
+                raise
             self._ring = RingReader(self._segment, self._rank, self._control.epoch)
             layout = self._segment.layout
             self._spin_ns = _spin_ns(layout.spin_us, layout.n_readers)
@@ -874,6 +893,7 @@ class MessageReader(_QueueEnd):
             ring.stop()
 
     def _finish(self) -> None:
+        _ends.discard(self)
         with contextlib.ExitStack() as parts:
             parts.callback(self._control.close)
             if hasattr(self, "_ring"):
@@ -901,25 +921,6 @@ def _spin_ns(spin_us: int, n_readers: int) -> int:
 
 def _ranks_text(ranks: tuple[int, ...]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _frozen_file(pieces: list[tuple[int, Any]], size_bytes: int) -> int:
-    """A memory file with these pieces that nobody can change, also not its size."""
-    file = new_memory_file("shmcast-message", size_bytes)
-    try:
-        reserve(file, 0, size_bytes, "a message that fits its chunk (chunk_bytes) needs none")
-        for offset, piece in pieces:
-            # Written, not mapped: a fork at the wrong moment would keep a mapping, which forbids
-            # the seal, and fresh pages cost a fault each.
-            view = memoryview(piece)
-            done_bytes = 0
-            while done_bytes < len(view):
-                done_bytes += os.pwrite(file, view[done_bytes:], offset + done_bytes)
-        add_seals(file, FROZEN)
-    except BaseException:
-        os.close(file)
-        raise
-    return file
 
 
 def _own_image(file: int, size_bytes: int) -> PrivateMapping | bytearray:

@@ -8,24 +8,29 @@ too little of it would show as SIGBUS at the first touch.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import attrs
 
 from shmcast.errors import ConfigError, MessageTooLarge, ProtocolError
 from shmcast.layout import HEADER_BYTES, Layout
 
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
 __all__ = [
     "Segment",
     "cpus_available",
     "map_file",
     "memory_available_bytes",
+    "new_frozen_file",
     "new_memory_file",
     "reserve",
 ]
@@ -40,6 +45,9 @@ FIXED_SIZE: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 FROZEN: Final = FIXED_SIZE | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
+_NO_LIMIT_BYTES: Final = 1 << 62  # version 1 says "none" by a number near the largest
+#: Less is not asked about, which takes 0.2 ms: so near to its limit a process dies of anything.
+_ASK_EVERY_BYTES: Final = 256 * 1024
 
 
 def new_memory_file(name: str, size_bytes: int) -> int:
@@ -81,16 +89,68 @@ def reserve(descriptor: int, offset: int, size_bytes: int, setting: str) -> None
     Raises:
         MessageTooLarge: there is not enough memory; the text says how much is needed and left.
     """
-    available_bytes = memory_available_bytes()
-    try:
-        if size_bytes > available_bytes:
-            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+    with _short_of_memory(size_bytes, setting):
         os.posix_fallocate(descriptor, offset, size_bytes)
+
+
+class _Budget:
+    """How much may still be reserved before the system is asked again what is left."""
+
+    def __init__(self) -> None:
+        self._left_bytes = 0
+
+    def spend(self, size_bytes: int) -> None:
+        if size_bytes > self._left_bytes:
+            available_bytes = memory_available_bytes()
+            if size_bytes > available_bytes:
+                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+            self._left_bytes = min(available_bytes - size_bytes, _ASK_EVERY_BYTES)
+        else:
+            self._left_bytes -= size_bytes
+
+
+_budget = _Budget()
+
+
+@contextlib.contextmanager
+def _short_of_memory(size_bytes: int, setting: str) -> Iterator[None]:
+    """Ask whether this much memory is left, and turn what the kernel says into MessageTooLarge."""
+    try:
+        _budget.spend(size_bytes)
+        yield
     except OSError as error:
         raise MessageTooLarge(
             f"{size_bytes} bytes can't be reserved ({error.strerror}); "
-            f"{available_bytes} bytes are available; {setting}"
+            f"{memory_available_bytes()} bytes are available; {setting}"
         ) from error
+
+
+def new_frozen_file(pieces: Iterable[tuple[int, Buffer]], size_bytes: int) -> int:
+    """
+    A memory file that holds these pieces, each at its offset, and that nobody can ever change.
+
+    It is written, not mapped: that reports a lack of memory by itself, spares the page faults, and
+    leaves no mapping in a child forked meanwhile, which would forbid the seal.
+
+    Raises:
+        MessageTooLarge: there is not enough memory.
+        OSError: this process has no room for the descriptor.
+    """
+    descriptor = new_memory_file("shmcast-message", size_bytes)
+    try:
+        with _short_of_memory(
+            size_bytes, "a message that fits its chunk (chunk_bytes) needs no file of its own"
+        ):
+            for offset, piece in pieces:
+                view = memoryview(piece)
+                done_bytes = 0
+                while done_bytes < len(view):
+                    done_bytes += os.pwrite(descriptor, view[done_bytes:], offset + done_bytes)
+        add_seals(descriptor, FROZEN)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def map_file(descriptor: int, size_bytes: int, flags: int, protection: int) -> mmap.mmap:
@@ -218,7 +278,13 @@ class Segment:
         reserved_bytes = min(doubled_bytes, self.layout.chunk_bytes)
         setting = "a smaller n_chunks or chunk_bytes needs less"
         offset = self.layout.chunk_offset(index)
-        reserve(self.data_descriptor, offset, reserved_bytes, setting)
+        try:
+            reserve(self.data_descriptor, offset, reserved_bytes, setting)
+        except MessageTooLarge:
+            if reserved_bytes == size_bytes:
+                raise
+            reserved_bytes = size_bytes
+            reserve(self.data_descriptor, offset, reserved_bytes, setting)
         return reserved_bytes
 
     def close_descriptors(self) -> None:
@@ -239,15 +305,13 @@ def memory_available_bytes() -> int:
     available_bytes = 1024 * sum(
         int(fields[name].split()[0]) for name in ("MemAvailable", "SwapFree")
     )
-    for group in _own_cgroups("memory"):
-        for limit_name, usage_name in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
-            limit, usage = _number_in(group / limit_name), _number_in(group / usage_name)
-            if limit is not None and usage is not None:
-                left_bytes = max(0, limit - usage) + _droppable_bytes(group)
-                available_bytes = min(available_bytes, left_bytes)
+    for group, is_v2 in _own_cgroups("memory"):
+        limit = _number_in(group / ("memory.max" if is_v2 else "memory.limit_in_bytes"))
+        if limit is None or limit >= _NO_LIMIT_BYTES:
+            continue
+        used = _number_in(group / ("memory.current" if is_v2 else "memory.usage_in_bytes"))
+        if used is not None:
+            available_bytes = min(available_bytes, max(0, limit - used) + _droppable_bytes(group))
     return available_bytes
 
 
@@ -262,43 +326,49 @@ def _droppable_bytes(group: Path) -> int:
 def cpus_available() -> float:
     """How many CPUs this process may use: its affinity, or the quota of its control groups."""
     cpus = float(len(os.sched_getaffinity(0)))
-    for group in _own_cgroups("cpu"):
-        quota, _, period = _text_of(group / "cpu.max").strip().partition(" ")
-        if quota.isdecimal() and period.isdecimal():
+    for group, is_v2 in _own_cgroups("cpu"):
+        if is_v2:
+            quota, _, period = _text_of(group / "cpu.max").strip().partition(" ")
+        else:
+            quota, period = (
+                _text_of(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")
+            )
+        if quota.isdecimal() and period.isdecimal():  # "max" and "-1" mean no quota
             cpus = min(cpus, int(quota) / int(period))
-        quota_us, period_us = (
-            _number_in(group / f"cpu.cfs_{name}_us") for name in ("quota", "period")
-        )
-        if quota_us is not None and quota_us > 0 and period_us:
-            cpus = min(cpus, quota_us / period_us)
     return cpus
 
 
-def _own_cgroups(controller: str) -> Iterator[Path]:
-    """The control groups of this process for one controller, from its own up to the root."""
+def _own_cgroups(controller: str) -> Iterator[tuple[Path, bool]]:
+    """
+    The control groups of this process that may limit a resource, each from its own up to the root.
+
+    With each comes whether it is of version 2.
+    """
     for line in _text_of(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
-        if not controllers:  # version 2, mounted as a whole or beside version 1
-            roots = [_CGROUPS, _CGROUPS / "unified"]
+        is_v2 = not controllers
+        if is_v2:
+            root = _CGROUPS
+            if not (root / "cgroup.controllers").exists():
+                root = _CGROUPS / "unified"  # beside version 1
         elif controller in controllers.split(","):
-            roots = [_CGROUPS / controller, _CGROUPS / controllers]
+            root = _CGROUPS / controller
         else:
             continue
         # Inside a container the path may be the host's, which is not there: then the root counts.
         relative = Path(path.lstrip("/"))
-        for root in roots:
-            for part in (relative, *relative.parents):
-                if (root / part).is_dir():
-                    yield root / part
+        for part in (relative, *relative.parents):
+            if (root / part).is_dir():
+                yield root / part, is_v2
 
 
 def _text_of(path: Path) -> str:
     try:
         return path.read_text()
-    except OSError:  # not this version of control groups, or hidden: then it sets no limit
+    except OSError:  # the controller is off here, or hidden: then it sets no limit
         return ""
 
 
 def _number_in(path: Path) -> int | None:
     text = _text_of(path).strip()
-    return int(text) if text.lstrip("-").isdecimal() else None
+    return int(text) if text.isdecimal() else None

@@ -1,0 +1,131 @@
+"""
+What the other process of a benchmark does.
+
+It is a script: the first line of its input is a JSON object with the role and its arguments, and
+the first line of its output is the handle of the queue that it answers through. Its parent ends it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import platform
+import sys
+import time
+
+from shmcast import Handle, MessageQueue, MessageReader, QueueConfig
+
+PATIENCE_S = 60.0
+
+_SYS_FUTEX = {"x86_64": 202, "aarch64": 98}
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+_syscall = ctypes.CDLL(None).syscall
+_syscall.argtypes = [
+    ctypes.c_long,  # the number of the call
+    ctypes.c_void_p,  # the word
+    ctypes.c_int,  # the operation
+    ctypes.c_uint32,  # the value expected, or how many to wake
+    ctypes.c_void_p,  # no timeout
+]
+
+
+class _Direction(ctypes.Structure):
+    """What one side stores and the other one sleeps on: two cache lines of its own."""
+
+    _fields_ = [
+        ("sent_ns", ctypes.c_int64),
+        ("answer_ns", ctypes.c_int64),
+        ("word", ctypes.c_uint32),
+        ("unused", ctypes.c_char * 108),
+    ]
+
+
+class BareFutex:
+    """
+    A hand-over of two numbers between two processes by nothing but a word and `futex`.
+
+    Args:
+        descriptor: a memory file of a page that both processes have.
+        side: 0 or 1; each process is one.
+    """
+
+    def __init__(self, descriptor: int, side: int) -> None:
+        both = (_Direction * 2).from_buffer(mmap.mmap(descriptor, mmap.PAGESIZE))
+        self._out, self._in = both[side], both[1 - side]
+        self._out_address = ctypes.addressof(self._out) + _Direction.word.offset
+        self._in_address = ctypes.addressof(self._in) + _Direction.word.offset
+        self._number = _SYS_FUTEX[platform.machine()]
+        self._seen = 0
+
+    def send(self, answer_ns: int) -> None:
+        """Wake the other side."""
+        self._out.answer_ns = answer_ns
+        self._out.sent_ns = time.perf_counter_ns()
+        self._out.word += 1  # no atomic addition: this side alone stores it
+        _syscall(self._number, self._out_address, _FUTEX_WAKE, 1, None)
+
+    def receive(self) -> tuple[int, int]:
+        """Sleep until the other side sends; how many ns ago that was, and its `answer_ns`."""
+        while self._in.word == self._seen:
+            _syscall(self._number, self._in_address, _FUTEX_WAIT, self._seen, None)
+        taken_ns = time.perf_counter_ns() - self._in.sent_ns
+        self._seen += 1
+        return taken_ns, self._in.answer_ns
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _ends(handle: str, rank: int, settings: dict[str, int]) -> tuple[MessageReader, MessageQueue]:
+    reader = MessageQueue.create_from_handle(Handle.from_json(handle), rank)
+    writer = MessageQueue(QueueConfig(**settings))
+    _say(writer.export_handle().to_json())
+    writer.wait_until_ready(PATIENCE_S)
+    return reader, writer
+
+
+def echo(handle: str, rank: int, settings: dict[str, int]) -> None:
+    """Send every message back."""
+    reader, writer = _ends(handle, rank, settings)
+    for message in reader:
+        writer.enqueue(message)
+
+
+def touch(handle: str, rank: int, settings: dict[str, int]) -> None:
+    """Touch a byte of every page of every tensor, drop the tensor, and answer with its size."""
+    import torch
+
+    torch.set_num_threads(1)
+    reader, writer = _ends(handle, rank, settings)
+    for tensor in reader:
+        size_bytes = tensor.nbytes
+        int(tensor.view(torch.uint8)[:: mmap.PAGESIZE].sum())
+        del tensor
+        writer.enqueue(size_bytes)
+
+
+def answer_late(handle: str, rank: int, settings: dict[str, int], pause_s: float) -> None:
+    """Answer every time that is sent with how long it took and, after the pause, the time."""
+    reader, writer = _ends(handle, rank, settings)
+    for sent_ns in reader:
+        taken_ns = time.perf_counter_ns() - sent_ns
+        time.sleep(pause_s)
+        writer.enqueue((taken_ns, time.perf_counter_ns()))
+
+
+def answer_late_bare(descriptor: int, pause_s: float) -> None:
+    """The same by a bare futex."""
+    bare = BareFutex(descriptor, 1)
+    _say("ready")
+    while True:
+        taken_ns, _ = bare.receive()
+        time.sleep(pause_s)
+        bare.send(taken_ns)
+
+
+if __name__ == "__main__":
+    arguments = json.loads(sys.stdin.readline())
+    roles = {role.__name__: role for role in (echo, touch, answer_late, answer_late_bare)}
+    roles[arguments.pop("role")](**arguments)
