@@ -35,7 +35,8 @@ class Peer:
             text=True,
             pass_fds=descriptors,
         )
-        assert self.process.stdin is not None and self.process.stdout is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         print(json.dumps({"role": role, **arguments}), file=self.process.stdin, flush=True)
         self.first_line = self.process.stdout.readline()
 
@@ -49,7 +50,7 @@ class Connected:
     """A queue to some peers, and the readers of what each of them answers, all ready."""
 
     def __init__(
-        self, role: str, *, n_readers: int = 1, settings: dict[str, int], **arguments: Any
+        self, role: str, *, n_readers: int = 1, settings: dict[str, Any], **arguments: Any
     ) -> None:
         self.queue = MessageQueue(QueueConfig(n_readers=n_readers, **settings))
         self.readers: list[MessageReader] = []
@@ -82,7 +83,7 @@ class Connect(Protocol):
     """The type of the fixture `connect`."""
 
     def __call__(
-        self, role: str, *, n_readers: int = 1, settings: dict[str, int], **arguments: Any
+        self, role: str, *, n_readers: int = 1, settings: dict[str, Any], **arguments: Any
     ) -> Connected: ...
 
 
@@ -110,6 +111,33 @@ def connect() -> Iterator[Connect]:
             return connected
 
         yield start
+
+
+class Pin(Protocol):
+    """The type of the fixture `pin`."""
+
+    def __call__(self, *peers: Peer, n_cpus: int = 2) -> None: ...
+
+
+@pytest.fixture
+def pin() -> Iterator[Pin]:
+    """
+    Pin this process and its peers to a CPU each, or all to one, for a test.
+
+    Where the scheduler puts the two sides of a hand-over changes its time more than anything else.
+    """
+    allowed = os.sched_getaffinity(0)
+
+    def to_cpus(*peers: Peer, n_cpus: int = 2) -> None:
+        if len(allowed) < n_cpus:
+            pytest.skip(f"it needs {n_cpus} CPUs")
+        first, second = sorted(allowed)[0], sorted(allowed)[n_cpus - 1]
+        os.sched_setaffinity(0, {first})
+        for peer in peers:
+            os.sched_setaffinity(peer.process.pid, {second})
+
+    yield to_cpus
+    os.sched_setaffinity(0, allowed)
 
 
 class SideBySide(Protocol):

@@ -11,8 +11,10 @@ import ctypes
 import json
 import mmap
 import platform
+import signal
 import sys
 import time
+from typing import Any
 
 from shmcast import Handle, MessageQueue, MessageReader, QueueConfig
 
@@ -20,7 +22,9 @@ PATIENCE_S = 60.0
 
 _SYS_FUTEX = {"x86_64": 202, "aarch64": 98}
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
-_syscall = ctypes.CDLL(None).syscall
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+_syscall = _libc.syscall
 _syscall.argtypes = [
     ctypes.c_long,  # the number of the call
     ctypes.c_void_p,  # the word
@@ -78,7 +82,7 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
-def _ends(handle: str, rank: int, settings: dict[str, int]) -> tuple[MessageReader, MessageQueue]:
+def _ends(handle: str, rank: int, settings: dict[str, Any]) -> tuple[MessageReader, MessageQueue]:
     reader = MessageQueue.create_from_handle(Handle.from_json(handle), rank)
     writer = MessageQueue(QueueConfig(**settings))
     _say(writer.export_handle().to_json())
@@ -86,14 +90,14 @@ def _ends(handle: str, rank: int, settings: dict[str, int]) -> tuple[MessageRead
     return reader, writer
 
 
-def echo(handle: str, rank: int, settings: dict[str, int]) -> None:
+def echo(handle: str, rank: int, settings: dict[str, Any]) -> None:
     """Send every message back."""
     reader, writer = _ends(handle, rank, settings)
     for message in reader:
         writer.enqueue(message)
 
 
-def touch(handle: str, rank: int, settings: dict[str, int]) -> None:
+def touch(handle: str, rank: int, settings: dict[str, Any]) -> None:
     """Touch a byte of every page of every tensor, drop the tensor, and answer with its size."""
     import torch
 
@@ -106,7 +110,7 @@ def touch(handle: str, rank: int, settings: dict[str, int]) -> None:
         writer.enqueue(size_bytes)
 
 
-def answer_late(handle: str, rank: int, settings: dict[str, int], pause_s: float) -> None:
+def answer_late(handle: str, rank: int, settings: dict[str, Any], pause_s: float) -> None:
     """Answer every time that is sent with how long it took and, after the pause, the time."""
     reader, writer = _ends(handle, rank, settings)
     for sent_ns in reader:
@@ -126,6 +130,7 @@ def answer_late_bare(descriptor: int, pause_s: float) -> None:
 
 
 if __name__ == "__main__":
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a bare futex does not notice a dead parent
     arguments = json.loads(sys.stdin.readline())
     roles = {role.__name__: role for role in (echo, touch, answer_late, answer_late_bare)}
     roles[arguments.pop("role")](**arguments)

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bench.conftest import Connect, SideBySide
+    from bench.conftest import Connect, Pin, SideBySide
 
 MESSAGE = {
     "step": 1,
@@ -18,13 +18,13 @@ MESSAGE = {
     "flags": (True, False),
     "args": {"k": 1, "p": 2.5},
 }
-BLOCK = range(1000)
+BLOCK = range(500)
 
 
-def test_round_trip(connect: Connect, side_by_side: SideBySide) -> None:
-    """A message of 130 bytes goes there and back between two processes."""
-    assert 130 == len(pickle.dumps(MESSAGE, protocol=5))
+def test_round_trip(connect: Connect, pin: Pin, side_by_side: SideBySide) -> None:
+    """A small message goes there and back between two processes, each on its CPU."""
     connected = connect("echo", settings={})
+    pin(*connected.peers)
     queue, (reader,) = connected.queue, connected.readers
 
     def round_trips() -> float:
@@ -46,11 +46,12 @@ def test_round_trip(connect: Connect, side_by_side: SideBySide) -> None:
         return statistics.median(times_ns) / 1e9
 
     side_by_side(
-        "130 bytes there and back",
+        f"{len(pickle.dumps(MESSAGE, protocol=5))} bytes there and back",
         round_trips,
         {"two pickle.dumps and pickle.loads": pickle_twice},
-        blocks=60,
+        blocks=120,
         target="at most 1.6 x",
     )
-    queue.enqueue(MESSAGE)
-    assert MESSAGE == reader.dequeue()
+    last = {**MESSAGE, "step": 2}
+    queue.enqueue(last)
+    assert last == reader.dequeue()

@@ -18,7 +18,6 @@ import mmap
 import os
 import statistics
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from bench.conftest import Connect, SideBySide, Start
+    from bench.conftest import Connect, Pin, SideBySide, Start
 
 PAUSE_S = 300e-6
 BLOCK = range(50)
@@ -34,18 +33,11 @@ BLOCK = range(50)
 
 def _peer_module() -> ModuleType:
     spec = importlib.util.spec_from_file_location("peer", Path(__file__).with_name("peer.py"))
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture
-def cpus() -> Iterator[list[int]]:
-    """The CPUs of this process, to which it is not pinned any more afterwards."""
-    allowed = os.sched_getaffinity(0)
-    yield sorted(allowed)
-    os.sched_setaffinity(0, allowed)
 
 
 @pytest.mark.parametrize(("n_cpus", "target"), [(2, "at most 1.5 x"), (1, "")])
@@ -53,13 +45,11 @@ def test_wake_up(
     connect: Connect,
     start_peer: Start,
     side_by_side: SideBySide,
-    cpus: list[int],
+    pin: Pin,
     n_cpus: int,
     target: str,
 ) -> None:
     """A time is handed to a sleeping process, which hands one back to this sleeping one."""
-    if len(cpus) < n_cpus:
-        pytest.skip(f"it needs {n_cpus} CPUs")
     connected = connect("answer_late", settings={"spin_us": 0}, pause_s=PAUSE_S)
     queue, (reader,) = connected.queue, connected.readers
     descriptor = os.memfd_create("bench-futex")
@@ -69,9 +59,7 @@ def test_wake_up(
     )
     bare = _peer_module().BareFutex(descriptor, 0)
     os.close(descriptor)
-    os.sched_setaffinity(0, {cpus[0]})
-    for peer in (*connected.peers, bare_peer):
-        os.sched_setaffinity(peer.process.pid, {cpus[n_cpus - 1]})
+    pin(*connected.peers, bare_peer, n_cpus=n_cpus)
 
     def by_queue() -> float:
         times_ns = []

@@ -19,7 +19,6 @@ class Claim(IntEnum):
     RESERVE = 3
     TOO_LARGE = 4
     NOBODY = 5
-    FORKED = 6
 
 @final
 class StreamParts:
@@ -29,12 +28,12 @@ class StreamParts:
 
 @final
 class Memory:
-    def __new__(cls, address: int, n_bytes: int, owner: object, readonly: bool = False) -> Self: ...
+    def __new__(cls, address: int, n_bytes: int, owner: object) -> Self: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 @final
-class PrivateMapping:
-    def __new__(cls, descriptor: int, n_bytes: int) -> Self: ...
+class Mapping:
+    def __new__(cls, descriptor: int, n_bytes: int, *, shared: bool, writable: bool) -> Self: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 def image_bytes(stream: list[bytes], buffers: list[memoryview]) -> int: ...

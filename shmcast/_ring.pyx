@@ -19,7 +19,8 @@ file's nonce for `stream_bytes` and the image's size for `n_buffers`.
 
 cimport cython
 from cpython.buffer cimport (
-    PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer,
+    PyBUF_ANY_CONTIGUOUS, PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_FillInfo, PyBuffer_Release,
+    PyObject_GetBuffer,
 )
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_FromStringAndSize
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
@@ -72,9 +73,17 @@ cdef extern from *:
         syscall(SYS_futex, word, FUTEX_WAIT, expected, &most, NULL, 0);
     }
 
-    static void *map_privately(int descriptor, size_t n_bytes) {
-        void *address = mmap(NULL, n_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE, descriptor, 0);
-        return address == MAP_FAILED ? NULL : address;
+    static void *map_file(int descriptor, size_t n_bytes, int shared, int writable) {
+        void *address = mmap(NULL, n_bytes, writable ? PROT_READ | PROT_WRITE : PROT_READ,
+                             shared ? MAP_SHARED : MAP_PRIVATE, descriptor, 0);
+        if (address == MAP_FAILED)
+            return NULL;
+        if (shared && (madvise(address, n_bytes, MADV_DONTDUMP)
+                       || madvise(address, n_bytes, MADV_DONTFORK))) {
+            munmap(address, n_bytes);
+            return NULL;
+        }
+        return address;
     }
 
     static inline void wake_all(uint32_t *word) {
@@ -86,7 +95,7 @@ cdef extern from *:
     int64_t monotonic_ns() noexcept nogil
     void sleep_on(const uint32_t *word, uint32_t expected, int64_t sleep_ns) noexcept nogil
     void wake_all(uint32_t *word) noexcept nogil
-    void *map_privately(int descriptor, size_t n_bytes) noexcept nogil
+    void *map_file(int descriptor, size_t n_bytes, bint shared, bint writable) noexcept nogil
     int unmap "munmap"(void *address, size_t n_bytes) noexcept nogil
 
 
@@ -109,7 +118,6 @@ cpdef enum Claim:
     RESERVE = 3     # the chunk's memory is not reserved so far
     TOO_LARGE = 4   # the image does not fit a chunk
     NOBODY = 5      # no reader is left
-    FORKED = 6      # this process is a forked child of the one that owns the end
 
 
 cdef struct ImageHeader:
@@ -162,7 +170,14 @@ cdef class StreamParts:
 
     def write(self, part):
         """Take a part. A large bytearray comes by reference, and what runs later may change it."""
-        self.parts.append(part if type(part) is bytes else bytes(part))
+        cdef Py_buffer view
+        if type(part) is not bytes:
+            PyObject_GetBuffer(part, &view, PyBUF_ANY_CONTIGUOUS)  # in the order of its memory
+            try:
+                part = PyBytes_FromStringAndSize(<const char *>view.buf, view.len)
+            finally:
+                PyBuffer_Release(&view)
+        self.parts.append(part)
 
 
 cdef uint64_t image_size(list stream, list buffers) noexcept:
@@ -288,34 +303,34 @@ def read_image(image not None, uint64_t sequence):
 
 @cython.final
 cdef class Memory:
-    """A range of memory that `owner` keeps alive, as a buffer."""
+    """A range of memory that `owner` keeps alive, as a writable buffer."""
 
     cdef char *address
     cdef Py_ssize_t n_bytes
     cdef object owner
-    cdef bint readonly
 
-    def __cinit__(self, size_t address, Py_ssize_t n_bytes, object owner, bint readonly=False):
+    def __cinit__(self, size_t address, Py_ssize_t n_bytes, object owner):
         self.address = <char *>address
         self.n_bytes = n_bytes
         self.owner = owner
-        self.readonly = readonly
 
     def __getbuffer__(self, Py_buffer *view, int flags):
-        PyBuffer_FillInfo(view, self, self.address, self.n_bytes, self.readonly, flags)
+        PyBuffer_FillInfo(view, self, self.address, self.n_bytes, False, flags)
 
 
 @cython.final
-cdef class PrivateMapping:
+cdef class Mapping:
     """
-    A whole file as a writable buffer: what is written is seen by nobody else, and not by the file.
+    A whole file in memory, as a buffer. Unlike `mmap.mmap` it keeps no descriptor.
 
-    The kernel frees a nameless file with its last mapping; unlike `mmap.mmap`, this keeps no
-    descriptor.
+    A shared mapping stays out of core dumps and forked children. What is written to a private one
+    is seen by nobody else, and not by the file; a forked child inherits it as it is.
 
     Args:
         descriptor: the file; it may be closed afterwards.
         n_bytes: its size, from 1.
+        shared: whether to see what others write, and the other way round.
+        writable: whether it may be written to.
 
     Raises:
         OSError: the kernel refused the mapping.
@@ -323,19 +338,24 @@ cdef class PrivateMapping:
 
     cdef void *address
     cdef Py_ssize_t n_bytes
+    cdef bint shared, writable
+    cdef unsigned long fork_count_at_start
 
-    def __cinit__(self, int descriptor, Py_ssize_t n_bytes):
-        self.address = map_privately(descriptor, <size_t>n_bytes)
+    def __cinit__(self, int descriptor, Py_ssize_t n_bytes, *, bint shared, bint writable):
+        self.n_bytes, self.shared, self.writable = n_bytes, shared, writable
+        self.fork_count_at_start = fork_count
+        self.address = map_file(descriptor, <size_t>n_bytes, shared, writable)
         if self.address is NULL:
             PyErr_SetFromErrno(OSError)
-        self.n_bytes = n_bytes
 
     def __dealloc__(self):
-        if self.address is not NULL:
+        # A forked child has no shared mapping, and its range may be somebody else's by now.
+        if self.address is not NULL and (
+                not self.shared or self.fork_count_at_start == fork_count):
             unmap(self.address, <size_t>self.n_bytes)
 
     def __getbuffer__(self, Py_buffer *view, int flags):
-        PyBuffer_FillInfo(view, self, self.address, self.n_bytes, False, flags)
+        PyBuffer_FillInfo(view, self, self.address, self.n_bytes, not self.writable, flags)
 
 
 def new_bytearray(Py_ssize_t n_bytes):
@@ -433,6 +453,13 @@ def copy_strided(destination not None, size_t address, tuple shape not None,
         PyBuffer_Release(&view)
 
 
+cdef object forked(str what, int pid):
+    return ShmcastError(
+        f"this {what} belongs to process {pid}; this is process {os.getpid()}, its forked child, "
+        f"which needs an end of its own"
+    )
+
+
 @cython.final
 cdef class EndLock:
     """
@@ -487,10 +514,7 @@ cdef class EndLock:
 
     cdef inline int _check_not_forked(self) except -1:
         if self.fork_count_at_start != fork_count:
-            raise ShmcastError(
-                f"this {self.role} belongs to process {self.pid}; this is process {os.getpid()}, "
-                f"its forked child, which needs an end of its own"
-            )
+            raise forked(self.role, self.pid)
         return 0
 
     def __enter__(self):
@@ -505,6 +529,8 @@ cdef class EndLock:
         cdef int64_t left_us
         cdef PyLockStatus status
         self._check_not_forked()
+        # Before the lock too: a signal handler may have interrupted the closing itself.
+        self._check_open()
         if not PyThread_acquire_lock(self.lock, NOWAIT_LOCK):
             if self.owner == PyThread_get_thread_ident():
                 raise ShmcastError(
@@ -523,8 +549,13 @@ cdef class EndLock:
                 elif status == PY_LOCK_FAILURE and left_us == 0:
                     raise error(f"another thread did not end its call on this {self.role} in time")
         self.owner = PyThread_get_thread_ident()
-        if load_acquire(&self.closing):
+        if load_relaxed(&self.closing):
             self._leave()
+            self._check_open()
+        return 0
+
+    cdef inline int _check_open(self) except -1:
+        if load_relaxed(&self.closing):
             raise QueueClosed(f"this {self.role} is closed")
         return 0
 
@@ -603,12 +634,14 @@ cdef class _End:
     cdef uint64_t *writer_sleeps
     cdef uint64_t n_chunks, chunk_bytes, chunk_stride_bytes, chunks_offset
     cdef object layout
+    cdef int pid
     cdef readonly uint64_t waits
     cdef uint64_t waited_ns
 
     def __cinit__(self, segment, *arguments):
         layout = segment.layout
         self.fork_count_at_start = fork_count
+        self.pid = os.getpid()
         PyObject_GetBuffer(segment.data, &self.data_view, PyBUF_SIMPLE)
         PyObject_GetBuffer(segment.control, &self.control_view, PyBUF_SIMPLE)
         if self.data_view.len != layout.data_bytes or (
@@ -628,22 +661,27 @@ cdef class _End:
         self.chunks_offset = layout.chunks_offset
 
     def __dealloc__(self):
-        # In a forked child the writer's mapping is not there (MADV_DONTFORK) and its range may be
-        # somebody else's by now: the views are leaked, so that nobody ever unmaps it.
-        if self.fork_count_at_start == fork_count:
-            PyBuffer_Release(&self.data_view)
-            PyBuffer_Release(&self.control_view)
+        PyBuffer_Release(&self.data_view)
+        PyBuffer_Release(&self.control_view)
+
+    cdef inline int _check_not_forked(self) except -1:
+        """Before each touch of the segment: a forked child, which may be in any state, has none."""
+        if self.fork_count_at_start != fork_count:
+            raise forked("end of a queue", self.pid)
+        return 0
 
     cdef inline char *chunk(self, uint64_t sequence) noexcept nogil:
         return (self.data + self.chunks_offset
                 + (sequence % self.n_chunks) * self.chunk_stride_bytes)
 
     cdef inline uint64_t *rank_word(self, int rank, size_t in_rank) except NULL:
+        self._check_not_forked()
         if not 0 <= rank < self.layout.n_readers:
             raise ValueError(f"there is no rank {rank}")
         return <uint64_t *>(self.control + <size_t>self.layout.rank_offset(rank) + in_rank)
 
     cdef inline uint64_t *epoch_word(self, int rank) except NULL:
+        self._check_not_forked()
         if not 0 <= rank < self.layout.n_readers:
             raise ValueError(f"there is no rank {rank}")
         return <uint64_t *>(self.data + <size_t>self.layout.epoch_offset(rank))
@@ -733,9 +771,8 @@ cdef class RingWriter(_End):
         self._refresh()
         return self.published - self.cached_least < self.n_chunks
 
-    cdef Claim _claim(self, uint64_t needed_bytes, bint has_looked) noexcept:
-        if self.fork_count_at_start != fork_count:
-            return FORKED
+    cdef int _claim(self, uint64_t needed_bytes, bint has_looked) except -1:
+        self._check_not_forked()
         if not has_looked and monotonic_ns() >= self.look_again_ns:
             return LOOK
         if self.n_expected == 0:
@@ -756,7 +793,7 @@ cdef class RingWriter(_End):
             needed_bytes: the size of the image.
             has_looked: leave out the answer LOOK.
         """
-        return <int>self._claim(needed_bytes, has_looked)
+        return self._claim(needed_bytes, has_looked)
 
     def try_publish(self, list stream not None, list buffers not None, bint has_looked=False):
         """
@@ -768,16 +805,17 @@ cdef class RingWriter(_End):
             has_looked: as for `try_claim`.
         """
         cdef uint64_t size_bytes = image_size(stream, buffers)
-        cdef Claim claim = self._claim(size_bytes, has_looked)
+        cdef int claim = self._claim(size_bytes, has_looked)
         if claim == DONE:
             fill_image(self.chunk(self.published), self.published, stream, buffers)
             self._count(stream, buffers)
             self._publish()
-        return <int>claim
+        return claim
 
     def publish_file(self, uint64_t nonce, list stream not None, list buffers not None):
         """Publish a message whose image lies in a memory file. The chunk has been claimed."""
         cdef ImageHeader *header = <ImageHeader *>self.chunk(self.published)
+        self._check_not_forked()
         header.sequence = self.published
         header.kind = KIND_FILE
         header.stream_bytes = nonce
@@ -827,9 +865,10 @@ cdef class RingWriter(_End):
         Returns early for a wake-up, a signal (whose handler has run) or `stop`.
         """
         cdef int64_t start_ns
+        self._check_not_forked()
         with nogil:
             start_ns = monotonic_ns()
-            if not self._poll_space(start_ns + spin_ns):
+            if not self._poll_space(start_ns + spin_ns) and sleep_ns > 0:
                 self._sleep_for_space(sleep_ns)
             self.waits += 1
             self.waited_ns += <uint64_t>(monotonic_ns() - start_ns)
@@ -907,6 +946,7 @@ cdef class RingWriter(_End):
         """How many messages each rank is behind, a tuple; 0 for a rank that is not waited for."""
         cdef int rank
         cdef uint64_t cursor
+        self._check_not_forked()
         lags = []
         for rank in range(self.n_readers):
             cursor = self.cached_cursors[rank]
@@ -917,11 +957,13 @@ cdef class RingWriter(_End):
 
     def stop(self):
         """End this end's waits, from any thread."""
+        self._check_not_forked()
         with nogil:
             self._stop(self.writer_word)
 
     def say_closing(self):
         """Tell the readers that nothing follows. Nothing may be published afterwards."""
+        self._check_not_forked()
         with nogil:
             # Release pairs with the acquire load in RingReader.is_closing: who sees the mark sees
             # the last published counter too.
@@ -962,7 +1004,7 @@ cdef class RingReader(_End):
 
         Returns one of these, and `release` gives the chunk back:
 
-        * the stream (bytes, or a view of the chunk), if it has no buffers;
+        * the stream, if it has no buffers;
         * (stream, list of buffers); the buffers are copies;
         * the nonce of the memory file that the message lies in, an int.
 
@@ -971,8 +1013,8 @@ cdef class RingReader(_End):
         cdef uint64_t available, offset, length
         cdef ImageHeader header
         cdef const char *chunk
-        if (self.fork_count_at_start != fork_count or load_relaxed(&self.is_closed)
-                or load_acquire(self.own_epoch_word) != self.epoch):
+        self._check_not_forked()
+        if load_relaxed(&self.is_closed) or load_acquire(self.own_epoch_word) != self.epoch:
             return None
         available = self._available()
         if available == 0:
@@ -998,11 +1040,11 @@ cdef class RingReader(_End):
             buffers.append(self._copied(chunk + offset, length))
         return stream, buffers
 
-    cdef object _stream(self, const char *address, uint64_t length):
-        # A view of the chunk saves a copy, and costs more than copying a few KiB does.
-        if length < GIL_COPY_BYTES:
-            return PyBytes_FromStringAndSize(address, <Py_ssize_t>length)
-        return memoryview(Memory(<size_t>address, <Py_ssize_t>length, self, readonly=True))
+    cdef bytes _stream(self, const char *address, uint64_t length):
+        # A copy, not a view: loading runs code, which may fork, and the child has no chunk.
+        stream = PyBytes_FromStringAndSize(NULL, <Py_ssize_t>length)
+        copy(PyBytes_AS_STRING(stream), address, <size_t>length)
+        return stream
 
     cdef object _copied(self, const char *address, uint64_t length):
         # The writer reuses the chunk, so what the caller keeps must be memory of its own.
@@ -1023,16 +1065,15 @@ cdef class RingReader(_End):
 
     def release(self):
         """
-        Give the chunk back. Returns False if this attachment was struck meanwhile, or if this
-        process is a forked child.
+        Give the chunk back. Returns False if this attachment was struck meanwhile.
 
         Then what was taken may be torn, since the writer no longer waited for it.
         """
         # Everything that was loaded from the chunk comes before this load of the epoch; pairs with
         # the fence in RingWriter.strike.
+        self._check_not_forked()
         fence_acquire()
-        if (self.fork_count_at_start != fork_count
-                or load_relaxed(self.own_epoch_word) != self.epoch):
+        if load_relaxed(self.own_epoch_word) != self.epoch:
             return False
         self.cursor += 1
         self.messages += 1
@@ -1055,9 +1096,10 @@ cdef class RingReader(_End):
         Returns early for a wake-up, a signal (whose handler has run), `stop` or a closing writer.
         """
         cdef int64_t start_ns
+        self._check_not_forked()
         with nogil:
             start_ns = monotonic_ns()
-            if not self._poll(start_ns + spin_ns):
+            if not self._poll(start_ns + spin_ns) and sleep_ns > 0:
                 self._sleep(sleep_ns)
             self.waits += 1
             self.waited_ns += <uint64_t>(monotonic_ns() - start_ns)
@@ -1087,6 +1129,7 @@ cdef class RingReader(_End):
     @property
     def lag(self):
         """How many messages are published and not yet released."""
+        self._check_not_forked()
         return self._available()
 
     @property
@@ -1097,21 +1140,25 @@ cdef class RingReader(_End):
     @property
     def is_struck(self):
         """Whether the writer has ended this attachment."""
+        self._check_not_forked()
         return load_acquire(self.own_epoch_word) != self.epoch
 
     @property
     def is_closing(self):
         """Whether the writer has closed. Look at `lag` after it, not before: the tail counts."""
+        self._check_not_forked()
         # Acquire pairs with the release store in RingWriter.say_closing.
         return load_acquire(self.closing_word) != 0
 
     def stop(self):
         """End this end's waits, from any thread."""
+        self._check_not_forked()
         with nogil:
             self._stop(self.readers_word)
 
     def leave(self):
         """Tell the writer not to wait for this attachment any more. Nothing may follow."""
+        self._check_not_forked()
         store_release(self.left_word, self.epoch)
         with nogil:
             self._wake_writer()

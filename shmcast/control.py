@@ -60,6 +60,7 @@ _UNLOCKED_S: Final = 1.0  # a process may be seen without its lock for this long
 _BACKLOG: Final = 64
 _SO_PEERPIDFD: Final = 77  # Linux 6.5; not in `socket` (asm-generic/socket.h)
 _F_LOCK: Final = struct.Struct("hhqqi4x")
+_INT: Final = struct.Struct("=i")
 
 
 def rank_byte(rank: int) -> int:
@@ -120,9 +121,9 @@ class LockFile:
             try:
                 self._fcntl(fcntl.F_SETLK, fcntl.F_WRLCK, byte)
             except OSError as error:
-                if error.errno not in (errno.EAGAIN, errno.EACCES):
-                    raise
-                raise ProtocolError(f"byte {byte} of the lock file is held elsewhere") from None
+                is_held = error.errno in (errno.EAGAIN, errno.EACCES)
+                reason = "is held elsewhere" if is_held else f"can't be locked: {error.strerror}"
+                raise ProtocolError(f"byte {byte} of the lock file {reason}") from error
             self._held.add(byte)
 
     def give_back(self, byte: int) -> None:
@@ -277,6 +278,31 @@ class _NoDescriptors(Exception):
         self.number = number
 
 
+def _receive_raw(
+    connection: socket.socket, most_descriptors: int
+) -> tuple[bytes, tuple[int, ...], int]:
+    """The data, the descriptors and the flags of what comes next."""
+    # Not `socket.recv_fds`: it drops the flags, so a program that is started meanwhile would
+    # inherit the descriptors (CPython up to 3.14 at least).
+    arguments = (
+        _MOST_FRAME_BYTES + 1,
+        socket.CMSG_SPACE(most_descriptors * _INT.size),
+        socket.MSG_CMSG_CLOEXEC,
+    )
+    try:
+        data, ancillary, flags, _ = connection.recvmsg(*arguments)
+    except ConnectionResetError:
+        # The peer closed without reading all that we sent. The kernel says so once, and before
+        # what the peer sent last.
+        data, ancillary, flags, _ = connection.recvmsg(*arguments)
+    descriptors: list[int] = []
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            whole = content[: len(content) // _INT.size * _INT.size]
+            descriptors += (descriptor for (descriptor,) in _INT.iter_unpack(whole))
+    return data, tuple(descriptors), flags
+
+
 def _receive(connection: socket.socket, most_descriptors: int) -> _Frame | None:
     """
     The next frame, or None if there is none now.
@@ -287,14 +313,11 @@ def _receive(connection: socket.socket, most_descriptors: int) -> _Frame | None:
         ProtocolError: something else than a frame came.
     """
     try:
-        data, descriptors, flags, _ = socket.recv_fds(
-            connection, _MOST_FRAME_BYTES + 1, most_descriptors, socket.MSG_CMSG_CLOEXEC
-        )
+        data, received, flags = _receive_raw(connection, most_descriptors)
     except BlockingIOError:
         return None
     except ConnectionError:
         raise _Gone from None
-    received = tuple(descriptors)
     try:
         if not data:
             raise _Gone
@@ -326,6 +349,11 @@ class _Connection:
     claimed_rank: int | None = None  # a valid claim, waiting for the rank to become vacant
     holder: Holder | None = None
     is_open: bool = True
+
+    @property
+    def has_gone(self) -> bool:
+        """Whether its process has surely ended; a forked child may hold the connection open."""
+        return self.pidfd is not None and _is_gone(self.pidfd)
 
     def close(self) -> None:
         self.is_open = False
@@ -418,12 +446,9 @@ class WriterControl:
 
     @property
     def missing_ranks(self) -> tuple[int, ...]:
-        """The ranks that no admitted reader holds."""
-        return tuple(
-            rank
-            for rank in self.ranks
-            if rank not in self.holders or not self.holders[rank].is_admitted
-        )
+        """The ranks that no admitted reader holds, as far as is known without asking the locks."""
+        attached = {holder.rank for holder in self.admitted() if not self.has_left(holder.rank)}
+        return tuple(rank for rank in self.ranks if rank not in attached)
 
     def admitted(self) -> Iterator[Holder]:
         """The holders that the writer waits for."""
@@ -511,6 +536,8 @@ class WriterControl:
     def _take_up(self, connection: _Connection) -> None:
         """Go on with what had to wait: a claim, or an admission."""
         holder = connection.holder
+        if connection.has_gone and (holder is None or not holder.is_admitted):
+            raise _Gone
         if connection.claimed_rank is not None:
             self._decide(connection, connection.claimed_rank)
         elif holder is not None and holder.is_mapped and not holder.is_told:
@@ -551,6 +578,9 @@ class WriterControl:
         holder = self.holders.get(rank)
         if holder is not None and holder.is_admitted and self.has_left(rank):
             self.vacate(rank)
+            holder = None
+        if holder is not None and not holder.is_admitted and holder.connection.has_gone:
+            self._forget(holder.connection)
             holder = None
         if holder is None:
             self._offer(connection, rank)
@@ -694,8 +724,6 @@ class ReaderControl:
     epoch: int = attrs.field(init=False, default=0)
     #: The data and the control file, once offered; the caller takes them over and then confirms.
     offered: tuple[int, int] | None = attrs.field(init=False, default=None)
-    #: Why this reader can never be admitted; every step raises it.
-    failure: Exception | None = attrs.field(init=False, default=None)
     start: int | None = attrs.field(init=False, default=None)
     writer_pid: int | None = attrs.field(init=False, default=None)
     lock_file: LockFile | None = attrs.field(init=False, default=None)
@@ -746,7 +774,12 @@ class ReaderControl:
         self.writer_pid = pid
         self._writer_pidfd = _pidfd_of(self._socket, pid)
         self._is_connected = True
-        _send(self._socket, _CLAIM, rank=self.rank, body=self.token.encode())
+        self._say(_CLAIM, body=self.token.encode())
+
+    def _say(self, kind: int, *, number: int = 0, body: bytes = b"") -> None:
+        """Send a frame. If the writer has gone, what is received next says so."""
+        with contextlib.suppress(ConnectionError):
+            _send(self._socket, kind, rank=self.rank, number=number, body=body)
 
     @property
     def is_admitted(self) -> bool:
@@ -772,20 +805,21 @@ class ReaderControl:
             QueueClosed: the writer closed before it admitted this reader.
             WriterLost: the writer died before.
         """
-        if self.failure is not None:
-            raise self.failure
-        try:
-            self._go_on()
-        except ShmcastError as error:
-            self.failure = error
-            raise
-
-    def _go_on(self) -> None:
         if not self._is_connected:
             self._try_connect()
         while self._is_connected and not self.is_admitted and self.offered is None:
             try:
                 frame = _receive(self._socket, 3)
+                # A forked child of the writer may hold the socket open after its death. What it
+                # sent before that counts.
+                if (
+                    frame is None
+                    and self._writer_pidfd is not None
+                    and _is_gone(self._writer_pidfd)
+                ):
+                    frame = _receive(self._socket, 3)
+                    if frame is None:
+                        raise _Gone
             except _Gone:
                 raise WriterLost(
                     f"the writer {self._whom} ended before it admitted {self._me}"
@@ -795,9 +829,6 @@ class ReaderControl:
                     f"{self._me} has no room for descriptors (RLIMIT_NOFILE)"
                 ) from None
             if frame is None:
-                # A forked child of the writer may hold the socket open after its death.
-                if self._writer_pidfd is not None and _is_gone(self._writer_pidfd):
-                    raise WriterLost(f"the writer {self._whom} died before it admitted {self._me}")
                 return
             self._take(frame)
 
@@ -807,7 +838,7 @@ class ReaderControl:
         self.offered = None
         self.lock_file.hold(rank_byte(self.rank))
         self._holds_byte = True
-        _send(self._socket, _MAPPED, rank=self.rank, number=self.epoch)
+        self._say(_MAPPED, number=self.epoch)
 
     @property
     def _me(self) -> str:

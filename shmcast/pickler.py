@@ -6,11 +6,14 @@ A stream is trusted: it comes from the same user on the same host, who proved to
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import functools
+import io
 import math
 import pickle
 import sys
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,8 +27,9 @@ __all__ = ["Pickler", "loads", "rebuild_parameter", "rebuild_tensor", "reduce_te
 
 _PROTOCOL: Final = 5
 #: A kept pickler is thrown away after a longer stream: clearing the memo of a large one costs every
-#: later message (739 µs after one of 300,000 strings).
-_KEPT_STREAM_BYTES: Final = 64 * 1024
+#: later message (739 µs after one of 300,000 strings). A stream this short has a memo of 32 KiB at
+#: most, and for a longer one a new pickler does not matter.
+_KEPT_STREAM_BYTES: Final = 1024
 
 _Reduced = tuple[Any, ...]
 
@@ -152,10 +156,14 @@ def reduce_tensor(tensor: torch.Tensor) -> _Reduced:
     size_bytes = item_bytes * math.prod(shape)
     memory: Memory | bytearray
     if _is_dense(shape, tensor.stride()):
-        memory = Memory(tensor.data_ptr(), size_bytes, tensor)
+        # The storage, since a tensor may get another one before its bytes are copied.
+        memory = Memory(tensor.data_ptr(), size_bytes, tensor.untyped_storage())
     else:
         memory = new_bytearray(size_bytes)
-        copy_strided(memory, tensor.data_ptr(), shape, tensor.stride(), item_bytes)
+        # No dimension of length 1: what is left are fewer than 64.
+        steps = [step for step in zip(shape, tensor.stride(), strict=True) if step[0] != 1]
+        lengths, distances = zip(*steps, strict=True)
+        copy_strided(memory, tensor.data_ptr(), lengths, distances, item_bytes)
         strides = None
     dtype_name = str(tensor.dtype).removeprefix("torch.")
     return rebuild_tensor, (pickle.PickleBuffer(memory), shape, strides, dtype_name)
@@ -183,14 +191,16 @@ def rebuild_tensor(
     if not isinstance(dtype, torch.dtype):
         raise ProtocolError(f"a tensor came with dtype {dtype_name!r}, which this torch has not")
     view = memoryview(buffer)
-    if view.nbytes != dtype.itemsize * math.prod(shape):
+    if min(shape, default=0) < 0 or view.nbytes != dtype.itemsize * math.prod(shape):
         raise ProtocolError(
             f"a tensor of shape {shape} and dtype {dtype_name} came with {view.nbytes} bytes"
         )
     if strides is None:
         strides = _contiguous_strides(shape)
+    elif len(strides) != len(shape) or not _is_dense(shape, strides):
+        raise ProtocolError(f"a tensor of shape {shape} came with strides {strides}")
     if view.nbytes == 0:  # `frombuffer` refuses it
-        return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+        view = memoryview(bytearray(dtype.itemsize))
     # torch keeps the object that it is given, not the buffer. A view's owner lives as long as the
     # view does; the view itself has no other user.
     memory = bytearray(view) if view.readonly else view
@@ -221,7 +231,17 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and not torch._is_functional_tensor(tensor)
         and not tensor.__dict__
         and not any(getattr(tensor, "names", ()))
+        and _is_backed(tensor)
     )
+
+
+def _is_backed(tensor: torch.Tensor) -> bool:
+    """Whether its storage reaches as far as its elements; `resize_` may have taken it away."""
+    if tensor.numel() == 0:
+        return True
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last_item = tensor.storage_offset() + sum((length - 1) * stride for length, stride in steps)
+    return (last_item + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
 def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
@@ -266,10 +286,10 @@ def _reduce_as_torch_does(tensor: torch.Tensor) -> _Reduced:
 
     try:
         reduced: _Reduced = tensor.__reduce_ex__(_PROTOCOL)  # type: ignore[no-untyped-call]  # torch's
-        refused = _holds_storage(reduced) and not _torch_carries(tensor.dtype)
+        refused = _holds_storage(reduced) and not _carries(tensor)
         cause = None
     except Exception as error:
-        if tensor.is_quantized or _torch_carries(tensor.dtype):
+        if type(tensor).__reduce_ex__ is not torch.Tensor.__reduce_ex__ or _carries(tensor):
             raise
         refused, cause = True, error
     if refused:
@@ -290,13 +310,31 @@ def _holds_storage(reduced: Any) -> bool:
     return isinstance(reduced, torch.UntypedStorage | torch.storage.TypedStorage)
 
 
+def _carries(tensor: torch.Tensor) -> bool:
+    return tensor.is_quantized or _torch_carries(tensor.dtype)
+
+
 @functools.cache
 def _torch_carries(dtype: torch.dtype) -> bool:
-    """Whether torch can load what it pickles for this dtype, found out by trying."""
+    """
+    Whether torch can load what it pickles for this dtype, found out by trying.
+
+    In a thread of its own, where none of the modes is active that the caller's may be in.
+    """
     import torch
 
-    try:
-        sample = torch.empty(1, dtype=dtype, device="cpu")
-        return bool(pickle.loads(pickle.dumps(sample, _PROTOCOL)).dtype == dtype)
-    except Exception:  # whatever it raises, the answer is no
-        return False
+    loaded: list[torch.Tensor] = []
+
+    def try_it() -> None:
+        sample = torch.frombuffer(bytearray(dtype.itemsize), dtype=dtype)
+        stream = io.BytesIO()
+        pickler = pickle.Pickler(stream, _PROTOCOL)
+        pickler.dispatch_table = {}  # as torch alone does it
+        with contextlib.suppress(Exception):  # whatever it raises, the answer is no
+            pickler.dump(sample)
+            loaded.append(pickle.loads(stream.getbuffer()))
+
+    thread = threading.Thread(target=try_it, name="shmcast-try-dtype")
+    thread.start()
+    thread.join()
+    return [tensor.dtype for tensor in loaded] == [dtype]

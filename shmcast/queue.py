@@ -18,7 +18,7 @@ from shmcast._ring import (
     IMAGE_HEADER_BYTES,
     Claim,
     EndLock,
-    PrivateMapping,
+    Mapping,
     RingReader,
     RingWriter,
     image_bytes,
@@ -136,12 +136,13 @@ def _deadline(timeout: float | None) -> float:
 class _Wait:
     """One wait of an end: how long it has taken, how long to sleep next, when to warn."""
 
-    def __init__(self, deadline: float, warn_after_s: float) -> None:
+    def __init__(self, deadline: float, warn_after_s: float, spin_ns: int = 0) -> None:
         self.start = time.monotonic()
+        self._spin_until = self.start + spin_ns / 1e9
         self._deadline = deadline
         self._warn_after_s = warn_after_s
         self._warn_at = self.start + warn_after_s
-        self.slices = 0
+        self._is_first = True
         self.has_looked = False  # whether the end looked around once more after the deadline
 
     @property
@@ -149,16 +150,21 @@ class _Wait:
         return time.monotonic() - self.start
 
     def slice_s(self) -> float:
-        """How long to sleep now: a slice, but not past the deadline. 0 when the time is up."""
-        self.slices += 1
+        """How long to wait now: a slice, but not past the deadline. 0 when the time is up."""
         now = time.monotonic()
-        if self.slices == 1:
+        if self._is_first:
+            self._is_first = False
             most = _FIRST_PROBE_S
         elif now - self.start < _SHORT_SLICES_UNTIL_S:
             most = _SHORT_SLICE_S
         else:
             most = _LONG_SLICE_S
         return max(0.0, min(most, self._deadline - now))
+
+    def spin_and_sleep_ns(self, slice_s: float) -> tuple[int, int]:
+        """For how long of this slice to poll, and how long to sleep after that."""
+        spin_s = max(0.0, min(self._spin_until - time.monotonic(), slice_s))
+        return int(spin_s * 1e9), int((slice_s - spin_s) * 1e9)
 
     def is_long(self) -> bool:
         """Whether to warn now; true once per interval."""
@@ -194,7 +200,8 @@ class _Ends:
 
     def take_steps_of_others(self, end: _QueueEnd) -> None:
         for other in self._all():
-            if other is not end and other._is_attaching:
+            is_of_same_queue = other._address == end._address
+            if other is not end and (is_of_same_queue or other._is_attaching):
                 other._take_step()
 
     def _after_fork_in_child(self) -> None:
@@ -249,6 +256,7 @@ class _QueueEnd:
         raise TypeError(f"a {type(self).__name__} can't be pickled; send its handle instead")
 
     def _check_open(self) -> None:
+        self._lock.check_not_forked()  # a signal handler may have forked meanwhile
         if self._lock.is_closing:
             raise QueueClosed(f"{self!r} was closed while it waited")
 
@@ -257,7 +265,7 @@ class _QueueEnd:
         try:
             with self._lock.until(0.0, _TurnTaken):
                 self._step()
-        except (_TurnTaken, ShmcastError):
+        except (_TurnTaken, ShmcastError, OSError):
             pass  # the end's own call meets it again, and says so
 
     @property
@@ -307,6 +315,7 @@ class MessageQueue(_QueueEnd):
         self._pickler = Pickler(config.oob_threshold_bytes)
         self._spin_ns = _spin_ns(config.spin_us, config.n_readers)
         self._nonce = 0
+        self._file: int | None = None  # the memory file of the message that is on its way
         self._fallbacks = 0
         self._losses = 0
         # Each holder's cursor at the last look, and when it had moved.
@@ -394,6 +403,7 @@ class MessageQueue(_QueueEnd):
                         missing,
                     )
                 self._control.wait(slice_s)
+                self._check_open()
                 if wait.is_long():
                     _log.warning(
                         "writer @%s has waited %.0f s for %s to attach",
@@ -467,9 +477,8 @@ class MessageQueue(_QueueEnd):
         size_bytes = image_bytes(stream, buffers)
         in_file = size_bytes > self._config.chunk_bytes
         needed_bytes = IMAGE_HEADER_BYTES if in_file else size_bytes
-        wait = _Wait(deadline, self._config.warn_after_s)
+        wait = _Wait(deadline, self._config.warn_after_s, self._spin_ns)
         has_looked = False
-        file: int | None = None
         sent: set[Holder] = set()
         try:
             while True:
@@ -478,15 +487,15 @@ class MessageQueue(_QueueEnd):
                         self._ring.try_publish(stream, buffers, True)
                         return
                     case Claim.DONE:
-                        if file is None:
+                        if self._file is None:
                             self._nonce += 1
                             pieces = image_pieces(self._ring.messages, stream, buffers)
-                            file = new_frozen_file(pieces, size_bytes)
+                            self._file = new_frozen_file(pieces, size_bytes)
                         # Sent before it is published, so that a reader never waits for it, and has
                         # it even if the writer dies.
-                        if self._control.send_file(self._nonce, file, sent):
-                            self._control.keep_file(self._nonce, file)
-                            file = None
+                        if self._control.send_file(self._nonce, self._file, sent):
+                            self._control.keep_file(self._nonce, self._file)
+                            self._file = None
                             self._ring.publish_file(self._nonce, stream, buffers)
                             self._fallbacks += 1
                             return
@@ -505,12 +514,13 @@ class MessageQueue(_QueueEnd):
                             f"died; wait_until_ready waits until they attach again",
                             self._ranks,
                         )
-                    case Claim.FORKED:
-                        self._lock.check_not_forked()
-        except BaseException:
-            if file is not None:
-                os.close(file)
-            raise
+        finally:
+            self._drop_file()
+
+    def _drop_file(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
     def _pause(self, wait: _Wait, *, for_chunk: bool) -> None:
         """Sleep a slice for the readers to go on, then look around; QueueFull if time is up."""
@@ -524,8 +534,7 @@ class MessageQueue(_QueueEnd):
                 behind,
             )
         if slice_s and for_chunk:
-            spin_ns = self._spin_ns if wait.slices == 1 else 0
-            self._ring.wait_for_space(spin_ns, int(slice_s * 1e9))
+            self._ring.wait_for_space(*wait.spin_and_sleep_ns(slice_s))
         else:  # a reader takes a file from its socket without a word
             time.sleep(min(slice_s, _FIRST_PROBE_S))
         self._check_open()
@@ -631,6 +640,7 @@ class MessageQueue(_QueueEnd):
         del self._ring, self._segment, self._control
 
     def _close_descriptors(self) -> None:
+        self._drop_file()
         self._control.close_descriptors()
         self._segment.close_descriptors()
 
@@ -662,6 +672,7 @@ class MessageReader(_QueueEnd):
         self._rank = int(rank)
         self._address = handle.local_address
         self._fallbacks = 0
+        self._failure: Exception | None = None  # why it can never be admitted
         self._take: Callable[[], Any] = _nothing  # the ring's, once admitted
         self._control = ReaderControl.connect(self._address, handle.token, self._rank)
         self._lock = EndLock("reader")
@@ -758,15 +769,12 @@ class MessageReader(_QueueEnd):
         try:
             if type(taken) is bytes:
                 return loads(taken)
-            if type(taken) is memoryview:
-                return loads(taken)
             if type(taken) is int:
                 return self._load_file(taken)
             stream, buffers = taken
             return loads(stream, buffers=buffers)
         finally:
             if not self._ring.release():
-                self._lock.check_not_forked()
                 raise self._struck()
 
     def _struck(self) -> ProtocolError:
@@ -780,11 +788,11 @@ class MessageReader(_QueueEnd):
         except QueueNotReady as error:
             raise QueueEmpty(str(error)) from error
         ring = self._ring
-        wait = _Wait(deadline, self._segment.layout.warn_after_s)
+        wait = _Wait(deadline, self._segment.layout.warn_after_s, self._spin_ns)
         while True:
             slice_s = wait.slice_s()
             if slice_s:
-                ring.wait(self._spin_ns if wait.slices == 1 else 0, int(slice_s * 1e9))
+                ring.wait(*wait.spin_and_sleep_ns(slice_s))
             taken = self._take()
             if taken is not None:
                 return taken
@@ -850,6 +858,7 @@ class MessageReader(_QueueEnd):
                     (self._rank,),
                 )
             self._control.wait(slice_s)
+            self._check_open()
             if wait.is_long():
                 _log.warning(
                     "reader @%s rank %d has waited %.3g s to attach to the writer (pid %s)",
@@ -867,15 +876,20 @@ class MessageReader(_QueueEnd):
         """Take the handshake as far as it goes without waiting; whether it is done."""
         if self._control.is_admitted:
             return True
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return self._try_step()
+        except (ShmcastError, OSError) as error:
+            self._failure = error  # a step of this end may be taken by another one
+            raise
+
+    def _try_step(self) -> bool:
         self._control.step()
         if self._control.offered is not None:
             data, control = self._control.offered
             self._control.offered = None
-            try:
-                self._segment = Segment.attach(data, control)
-            except (OSError, ProtocolError) as error:
-                self._control.failure = error
-                raise
+            self._segment = Segment.attach(data, control)
             self._ring = RingReader(self._segment, self._rank, self._control.epoch)
             layout = self._segment.layout
             self._spin_ns = _spin_ns(layout.spin_us, layout.n_readers)
@@ -923,10 +937,10 @@ def _ranks_text(ranks: tuple[int, ...]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _own_image(file: int, size_bytes: int) -> PrivateMapping | bytearray:
+def _own_image(file: int, size_bytes: int) -> Mapping | bytearray:
     """The file's bytes, writable and this process's own."""
     try:
-        return PrivateMapping(file, size_bytes)
+        return Mapping(file, size_bytes, shared=False, writable=True)
     except OSError as error:
         # RLIMIT_AS, RLIMIT_DATA or overcommit: maybe there is room in the heap.
         _log.warning("a private mapping was refused (%s), so a message is copied", error)

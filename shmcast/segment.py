@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 import attrs
 
+from shmcast._ring import Mapping
 from shmcast.errors import ConfigError, MessageTooLarge, ProtocolError
 from shmcast.layout import HEADER_BYTES, Layout
 
@@ -153,19 +154,9 @@ def new_frozen_file(pieces: Iterable[tuple[int, Buffer]], size_bytes: int) -> in
     return descriptor
 
 
-def map_file(descriptor: int, size_bytes: int, flags: int, protection: int) -> mmap.mmap:
-    """
-    A mapping that stays out of core dumps and forked children.
-
-    A child must never unmap it, since something else may lie there by then (`_ring` sees to that).
-
-    Raises:
-        OSError: the kernel refused it.
-    """
-    mapping = mmap.mmap(descriptor, size_bytes, flags=flags, prot=protection)
-    mapping.madvise(mmap.MADV_DONTDUMP)
-    mapping.madvise(mmap.MADV_DONTFORK)
-    return mapping
+def map_file(descriptor: int, size_bytes: int, *, writable: bool) -> memoryview:
+    """A shared mapping of a whole file. Raises OSError if the kernel refuses it."""
+    return memoryview(Mapping(descriptor, size_bytes, shared=True, writable=writable))
 
 
 def seals_of(descriptor: int) -> int:
@@ -190,8 +181,8 @@ class Segment:
     """
 
     layout: Layout
-    data: mmap.mmap
-    control: mmap.mmap
+    data: memoryview
+    control: memoryview
     data_descriptor: int
     control_descriptor: int
 
@@ -214,9 +205,8 @@ class Segment:
             setting = "n_readers is what this memory depends on"
             reserve(data_descriptor, 0, layout.chunks_offset, setting)
             reserve(control_descriptor, 0, layout.control_bytes, setting)
-            both = mmap.PROT_READ | mmap.PROT_WRITE
-            data = map_file(data_descriptor, layout.data_bytes, mmap.MAP_SHARED, both)
-            control = map_file(control_descriptor, layout.control_bytes, mmap.MAP_SHARED, both)
+            data = map_file(data_descriptor, layout.data_bytes, writable=True)
+            control = map_file(control_descriptor, layout.control_bytes, writable=True)
             header = layout.header()
             data[: len(header)] = header
             add_seals(data_descriptor, FIXED_SIZE | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
@@ -253,13 +243,8 @@ class Segment:
                 raise ProtocolError(
                     f"the control file has {control_bytes} bytes, not {layout.control_bytes}"
                 )
-            data = map_file(data_descriptor, layout.data_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
-            control = map_file(
-                control_descriptor,
-                layout.control_bytes,
-                mmap.MAP_SHARED,
-                mmap.PROT_READ | mmap.PROT_WRITE,
-            )
+            data = map_file(data_descriptor, layout.data_bytes, writable=False)
+            control = map_file(control_descriptor, layout.control_bytes, writable=True)
         except BaseException:
             os.close(data_descriptor)
             os.close(control_descriptor)

@@ -585,6 +585,25 @@ def test_writer_dies_while_a_reader_waits_for_its_answer(start_child: StartChild
         killer.join()
 
 
+@pytest.mark.parametrize("size_bytes", [10, 40_000])
+def test_last_message_of_a_dying_writer(
+    make_queue: MakeQueue, monkeypatch: pytest.MonkeyPatch, size_bytes: int
+) -> None:
+    """What a dying writer published after the reader's last look at the ring is not lost."""
+    queue, (reader,) = make_queue(n_chunks=4, chunk_bytes=16384, spin_us=0)
+    message = payload(1, size_bytes)
+
+    def publish_and_die(_: object) -> bool:
+        if not queue.stats().messages:
+            queue.enqueue(message)
+        return True
+
+    monkeypatch.setattr(control_module.ReaderControl, "is_writer_dead", publish_and_die)
+    assert message == reader.dequeue(PATIENCE_S)
+    with pytest.raises(WriterLost):
+        reader.dequeue(PATIENCE_S)
+
+
 def test_attaching_to_a_dead_writer(start_child: StartChild) -> None:
     """A reader that comes after the writer's death hears so at once, with the address."""
     child = start_child(write_when_told, method="forkserver")

@@ -217,6 +217,26 @@ def test_refusal_during_anothers_wait(make_queue: MakeQueue) -> None:
                     second.wait_until_ready(PATIENCE_S)
 
 
+def test_failure_of_another_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that can't map the segment says so itself, and no other end's call does."""
+
+    def refuse(*descriptors: int) -> None:
+        for descriptor in descriptors:  # it owns them, also when it fails
+            os.close(descriptor)
+        raise OSError(12, "Cannot allocate memory")
+
+    with (
+        MessageQueue(QueueConfig(n_chunks=4, chunk_bytes=4096)) as queue,
+        MessageQueue.create_from_handle(queue.export_handle(), 0) as reader,
+    ):
+        monkeypatch.setattr(segment_module.Segment, "attach", refuse)
+        with pytest.raises(QueueNotReady):
+            queue.wait_until_ready(0.02)
+        for _ in range(2):
+            with pytest.raises(OSError, match="Cannot allocate memory"):
+                reader.wait_until_ready(PATIENCE_S)
+
+
 def become_nobody() -> None:
     """Give up all rights of root in this process."""
     os.setgroups([])
@@ -687,10 +707,10 @@ def test_private_mapping_refused(
     """Where the kernel refuses a private mapping, large messages are copied, with a warning."""
     queue, (reader,) = make_queue(n_chunks=4, chunk_bytes=4096, oob_threshold_bytes=1000)
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(queue_module, "PrivateMapping", refuse)
+    monkeypatch.setattr(queue_module, "Mapping", refuse)
     content = os.urandom(LARGE_BYTES)
     with caplog.at_level(logging.WARNING, "shmcast"):
         queue.enqueue([pickle.PickleBuffer(bytearray(content)), content])

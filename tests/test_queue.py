@@ -12,6 +12,7 @@ import os
 import pickle
 import queue as standard_queue
 import random
+import re
 import resource
 import signal
 import threading
@@ -71,6 +72,14 @@ def await_that(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < give_up_at, "it never came true"
         time.sleep(0.001)
+
+
+def seconds_until(error: type[ShmcastError], call: Callable[[], object]) -> float:
+    """How long a call took that ended with this error."""
+    start = time.monotonic()
+    with pytest.raises(error):
+        call()
+    return time.monotonic() - start
 
 
 def is_waiting(end: MessageQueue | MessageReader) -> bool:
@@ -196,15 +205,24 @@ def test_ready_reader_needs_its_writer(make_writer: MakeWriter, attach: Attach) 
     assert 0 == reader.dequeue(timeout=PATIENCE_S)
 
 
-def test_ready_answers_everything(make_queue: MakeQueue, attach: Attach) -> None:
+def claim_in_vain(pipe: Connection, handle: Handle) -> None:
+    """Claim rank 0, say so, and send what comes of it."""
+    with MessageReader(handle, 0) as reader:
+        pipe.send("claimed")
+        try:
+            reader.wait_until_ready(PATIENCE_S)
+        except ShmcastError as error:
+            pipe.send((type(error), str(error)))
+
+
+def test_ready_answers_everything(make_queue: MakeQueue, start_child: StartChild) -> None:
     """When all ranks are there, the writer still answers what has arrived before it returns."""
     queue, _ = make_queue()
-    late = attach(queue.export_handle())
+    child = start_child(claim_in_vain, queue.export_handle())
+    assert "claimed" == child.receive()
     queue.wait_until_ready(PATIENCE_S)
-    start = time.monotonic()
-    with pytest.raises(ProtocolError):
-        late.wait_until_ready(0)
-    assert time.monotonic() - start < PATIENCE_S
+    expected = f"rank 0 is held by process {os.getpid()}, which is alive"
+    assert (ProtocolError, expected) == child.receive()
 
 
 def hold_rank(pipe: Connection, handle: Handle, rank: int) -> None:
@@ -809,21 +827,16 @@ def own_queue(pipe: Connection) -> None:
 def test_close_during_a_long_poll(make_queue: MakeQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     """close() ends a wait that is still polling, before the time for polling is over."""
     monkeypatch.setattr(shmcast.queue, "cpus_available", lambda: 64.0)
-    queue, (reader,) = make_queue(n_chunks=1, spin_us=1_000_000)
+    _, (reader,) = make_queue(spin_us=1_000_000)
+    queue, _ = make_queue(n_chunks=1, spin_us=1_000_000)
     queue.enqueue("m")
     started = threading.Event()
 
     def call_and_time(call: Callable[[], Any]) -> float:
-        start = time.monotonic()
         started.set()
-        with pytest.raises(QueueClosed):
-            call()
-        return time.monotonic() - start
+        return seconds_until(QueueClosed, call)
 
-    assert "m" == reader.dequeue()
-    for end, call in ((reader, reader.dequeue), (queue, lambda: queue.enqueue("o"))):
-        if end is queue:
-            queue.enqueue("n")
+    for end, call in ((reader, reader.dequeue), (queue, lambda: queue.enqueue("n"))):
         started.clear()
         future = in_thread(call_and_time, call)
         assert started.wait(PATIENCE_S)
@@ -1075,7 +1088,7 @@ def close_where_a_lock_is_held(pipe: Connection, how: str) -> None:
 @pytest.mark.parametrize("how", ["collected", "signal handler"])
 def test_close_in_the_middle_of_another_end(start_child: StartChild, how: str) -> None:
     """An end that is closed by a signal handler or the garbage collector waits for no other end."""
-    assert "done" == start_child(close_where_a_lock_is_held, how).receive(15)
+    assert "done" == start_child(close_where_a_lock_is_held, how).receive()
 
 
 def count_descriptors() -> int:
@@ -1105,6 +1118,21 @@ def test_collected_ends_are_closed() -> None:
     assert before == count_descriptors()
 
 
+def test_ends_collected_in_a_cycle() -> None:
+    """Ends that are garbage in a reference cycle, as after an error, are closed without a word."""
+    gc.collect()
+    before = count_descriptors()
+    for _ in range(20):
+        queue = MessageQueue(QueueConfig())
+        reader = MessageReader(queue.export_handle(), 0)
+        assert "m" == round_trip(queue, reader, "m")
+        cycle: list[Any] = [queue, reader]
+        cycle.append(cycle)
+        del queue, reader, cycle
+    gc.collect()
+    assert before == count_descriptors()
+
+
 @pytest.fixture
 def many_descriptors() -> Iterator[None]:
     """The most descriptors that this process may have."""
@@ -1121,11 +1149,11 @@ def test_200_queues_in_one_process() -> None:
     before, threads = count_descriptors(), threading.active_count()
     with contextlib.ExitStack() as ends:
         queues = [ends.enter_context(MessageQueue(QueueConfig())) for _ in range(200)]
-        assert 7 * 200 >= count_descriptors() - before
+        assert 5 * 200 >= count_descriptors() - before
         readers = [ends.enter_context(MessageReader(queue.export_handle(), 0)) for queue in queues]
         for number, (queue, reader) in enumerate(zip(queues, readers, strict=True)):
             assert number == round_trip(queue, reader, number)
-        assert 16 * 200 >= count_descriptors() - before
+        assert 12 * 200 >= count_descriptors() - before
         assert threads == threading.active_count()
     assert before == count_descriptors()
 
@@ -1464,6 +1492,7 @@ def test_option_on_reader_loss(
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture, role: str) -> list[str]:
+    """The warnings of an end, all of them from the logger of the package."""
     return [
         record.getMessage()
         for record in caplog.records
@@ -1480,26 +1509,24 @@ def test_option_warn_after_s(make_queue: MakeQueue, caplog: pytest.LogCaptureFix
         fill(queue)
         assert [] == warnings_of(caplog, "")
         drain(readers[1])
-        with pytest.raises(QueueFull):
-            queue.enqueue("m", timeout=0.3)
+        took_s = seconds_until(QueueFull, lambda: queue.enqueue("m", timeout=0.3))
         texts = warnings_of(caplog, "writer")
-        assert 1 <= len(texts) <= 6
-        assert "for 0.05" not in texts[0]
+        assert 1 <= len(texts) <= took_s / 0.05
         for expected in (
             f"rank 0 (pid {os.getpid()}) is 2 messages behind",
             f"rank 2 (pid {os.getpid()}) is 2 messages behind",
             "publish message 2",
-            "has waited 0.",
             "last seen",
         ):
             assert expected in texts[0]
+        assert re.search(r"has waited [\d.]+ s", texts[0])
         assert "rank 1 " not in texts[0]
-        with pytest.raises(QueueEmpty):
-            readers[1].dequeue(timeout=0.3)
+        took_s = seconds_until(QueueEmpty, lambda: readers[1].dequeue(timeout=0.3))
         texts = warnings_of(caplog, "reader")
-        assert 1 <= len(texts) <= 6
-        for expected in ("rank 1", "has waited 0.", "message 2", f"pid {os.getpid()}"):
+        assert 1 <= len(texts) <= took_s / 0.05
+        for expected in ("rank 1", "message 2", f"pid {os.getpid()}"):
             assert expected in texts[0]
+        assert re.search(r"has waited [\d.]+ s", texts[0])
 
 
 def test_option_warn_after_s_of_a_handshake(
@@ -1507,10 +1534,10 @@ def test_option_warn_after_s_of_a_handshake(
 ) -> None:
     """A writer that waits for ranks to attach says which, once per interval."""
     queue, _ = make_writer(n_readers=2, warn_after_s=0.05)
-    with caplog.at_level(logging.WARNING, "shmcast"), pytest.raises(QueueNotReady):
-        queue.wait_until_ready(0.3)
+    with caplog.at_level(logging.WARNING, "shmcast"):
+        took_s = seconds_until(QueueNotReady, lambda: queue.wait_until_ready(0.3))
     texts = warnings_of(caplog, "writer")
-    assert 1 <= len(texts) <= 6
+    assert 1 <= len(texts) <= took_s / 0.05
     assert "ranks 0, 1" in texts[0]
 
 

@@ -213,12 +213,14 @@ def test_both_files_of_a_segment_are_private(made: Segment) -> None:
 
 def test_mappings_stay_out_of_core_dumps_and_forks(made: Segment, attached: Segment) -> None:
     """Every mapping of a segment is marked DONTDUMP and DONTFORK."""
+    descriptors = (made.data_descriptor, made.control_descriptor)
+    inodes = [[str(os.fstat(descriptor).st_ino)] for descriptor in descriptors]
     flags = [
         set(re.findall(r"^VmFlags: (.*)$", area, re.MULTILINE)[0].split())
         for area in re.split(
             r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE
         )
-        if "memfd:shmcast" in area.partition("\n")[0]
+        if area.partition("\n")[0].split()[4:5] in inodes
     ]
     assert 4 == len(flags)
     assert [True] * 4 == [{"dd", "dc"} <= each for each in flags]
