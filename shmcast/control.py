@@ -283,7 +283,7 @@ def _receive_raw(
 ) -> tuple[bytes, tuple[int, ...], int]:
     """The data, the descriptors and the flags of what comes next."""
     # Not `socket.recv_fds`: it drops the flags, so a program that is started meanwhile would
-    # inherit the descriptors (CPython up to 3.14 at least).
+    # inherit the descriptors (CPython 3.13 still does that).
     arguments = (
         _MOST_FRAME_BYTES + 1,
         socket.CMSG_SPACE(most_descriptors * _INT.size),

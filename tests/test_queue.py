@@ -1118,6 +1118,7 @@ def test_collected_ends_are_closed() -> None:
     assert before == count_descriptors()
 
 
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # Python's own, for the sockets
 def test_ends_collected_in_a_cycle() -> None:
     """Ends that are garbage in a reference cycle, as after an error, are closed without a word."""
     gc.collect()
