@@ -618,6 +618,7 @@ cdef class _Turn:
         self.lock._leave()
 
 
+@cython.no_gc_clear  # a garbage cycle must not drop what the views pin before they are released
 cdef class _End:
     """What both ends have: the two mappings, pinned for as long as the object lives."""
 

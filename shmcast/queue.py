@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import operator
 import os
 import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Final, Self
+from typing import Any, Final, Self, SupportsIndex
 
 import attrs
 
@@ -347,7 +348,7 @@ class MessageQueue(_QueueEnd):
         _ends.add(self)
 
     @staticmethod
-    def create_from_handle(handle: Handle, rank: int) -> MessageReader:
+    def create_from_handle(handle: Handle, rank: SupportsIndex) -> MessageReader:
         """Attach a reader to the handle's queue; the same as `MessageReader(handle, rank)`."""
         return MessageReader(handle, rank)
 
@@ -536,7 +537,8 @@ class MessageQueue(_QueueEnd):
         if slice_s and for_chunk:
             self._ring.wait_for_space(*wait.spin_and_sleep_ns(slice_s))
         else:  # a reader takes a file from its socket without a word
-            time.sleep(min(slice_s, _FIRST_PROBE_S))
+            is_early = wait.elapsed_s < _SHORT_SLICES_UNTIL_S
+            time.sleep(min(slice_s, _FIRST_PROBE_S) if is_early else slice_s)
         self._check_open()
         if slice_s == 0 or wait.elapsed_s >= _FIRST_PROBE_S:
             wait.has_looked = slice_s == 0
@@ -586,6 +588,7 @@ class MessageQueue(_QueueEnd):
         self._control.serve()
         if not losses:
             return
+        losses.sort()
         text = "; ".join(text for _, text in losses)
         if on_reader_loss == "evict":
             _log.warning("writer @%s goes on without a reader: %s", self._address, text)
@@ -662,14 +665,15 @@ class MessageReader(_QueueEnd):
         AuthenticationError: the socket belongs to another user.
     """
 
-    def __init__(self, handle: Handle, rank: int) -> None:
+    def __init__(self, handle: Handle, rank: SupportsIndex) -> None:
         if not isinstance(handle, Handle):
             raise TypeError(f"handle = {handle!r} is not allowed; allowed is a Handle")
-        if isinstance(rank, bool) or rank not in handle.local_reader_ranks:
+        is_number = isinstance(rank, SupportsIndex) and not isinstance(rank, bool)
+        if not is_number or operator.index(rank) not in handle.local_reader_ranks:
             raise ValueError(
                 f"rank = {rank!r} is not allowed; allowed is one of {handle.local_reader_ranks}"
             )
-        self._rank = int(rank)
+        self._rank = operator.index(rank)
         self._address = handle.local_address
         self._fallbacks = 0
         self._failure: Exception | None = None  # why it can never be admitted

@@ -13,6 +13,7 @@ import errno
 import fcntl
 import mmap
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
@@ -154,9 +155,9 @@ def new_frozen_file(pieces: Iterable[tuple[int, Buffer]], size_bytes: int) -> in
     return descriptor
 
 
-def map_file(descriptor: int, size_bytes: int, *, writable: bool) -> memoryview:
+def map_file(descriptor: int, size_bytes: int, *, writable: bool) -> Mapping:
     """A shared mapping of a whole file. Raises OSError if the kernel refuses it."""
-    return memoryview(Mapping(descriptor, size_bytes, shared=True, writable=writable))
+    return Mapping(descriptor, size_bytes, shared=True, writable=writable)
 
 
 def seals_of(descriptor: int) -> int:
@@ -181,8 +182,8 @@ class Segment:
     """
 
     layout: Layout
-    data: memoryview
-    control: memoryview
+    data: Mapping
+    control: Mapping
     data_descriptor: int
     control_descriptor: int
 
@@ -208,7 +209,7 @@ class Segment:
             data = map_file(data_descriptor, layout.data_bytes, writable=True)
             control = map_file(control_descriptor, layout.control_bytes, writable=True)
             header = layout.header()
-            data[: len(header)] = header
+            memoryview(data)[: len(header)] = header
             add_seals(data_descriptor, FIXED_SIZE | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
             add_seals(control_descriptor, FIXED_SIZE | fcntl.F_SEAL_SEAL)
         except (OSError, MessageTooLarge, OverflowError) as error:
@@ -282,11 +283,14 @@ def memory_available_bytes() -> int:
     """
     How much memory this process can still get, after the machine's and its control groups' limits.
 
-    Pages of files that can be dropped count as available.
+    Pages of files that can be dropped count as available. A process that is out of descriptors
+    cannot know: then it is `sys.maxsize`.
     """
     fields = dict(
-        line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line
+        line.split(":", 1) for line in _text_of(Path("/proc/meminfo")).splitlines() if ":" in line
     )
+    if not fields:
+        return sys.maxsize
     available_bytes = 1024 * sum(
         int(fields[name].split()[0]) for name in ("MemAvailable", "SwapFree")
     )

@@ -92,11 +92,6 @@ def memory_files_of(pid: int) -> set[str]:
     return names
 
 
-def n_open_files() -> int:
-    """How many descriptors this process has."""
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 def check_queue(queue: MessageQueue, readers: list[MessageReader]) -> None:
     """Send small and large messages through more than a lap of the ring."""
     for number in range(10):
@@ -497,9 +492,13 @@ def test_tensors_outlive_the_parent(start_child: StartChild) -> None:
     """Tensors that a dead process had received are whole and writable in the child it forked."""
     # Not "spawn": there the survivor would hold the pipe that tells of its parent's end.
     child = start_child(receive_tensors_and_fork, method="forkserver")
-    child.receive(2 * PATIENCE_S)  # importing torch takes its time
-    child.kill()
-    assert ([True] * 3, [True] * 3) == child.receive()
+    survivor = child.receive(2 * PATIENCE_S)  # importing torch takes its time
+    try:
+        child.kill()
+        assert ([True] * 3, [True] * 3) == child.receive()
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # it ends by itself if all is well
+            os.kill(survivor, signal.SIGKILL)
 
 
 def test_child_writes_into_its_own(small_queue: tuple[MessageQueue, MessageReader]) -> None:
@@ -736,13 +735,11 @@ def have_ends_and_fork(pipe: Connection, case: str) -> None:
         with contextlib.suppress(QueueFull):
             while True:
                 queue.enqueue(bytes(LARGE_BYTES), 0)
-        n_files = n_open_files()
         threading.Thread(target=queue.enqueue, args=(bytes(LARGE_BYTES),), daemon=True).start()
-        while n_open_files() == n_files:  # it has not made its file yet
+        while queue._file is None:
             time.sleep(0.001)
-    pid = os.fork()
-    if pid:
-        pipe.send(pid)
+    if os.fork() == 0:
+        pipe.send(os.getpid())
     signal.pause()
 
 

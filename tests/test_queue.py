@@ -1129,6 +1129,10 @@ def test_ends_collected_in_a_cycle() -> None:
         assert "m" == round_trip(queue, reader, "m")
         cycle: list[Any] = [queue, reader]
         cycle.append(cycle)
+        try:
+            reader.dequeue(timeout=0)
+        except QueueEmpty as error:  # its traceback refers to all that the call used
+            cycle.append(error)
         del queue, reader, cycle
     gc.collect()
     assert before == count_descriptors()

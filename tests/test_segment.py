@@ -125,17 +125,20 @@ def test_a_readers_mapping_can_not_be_made_writable(made: Segment, attached: Seg
 def test_the_writer_still_writes_and_readers_see_it(made: Segment, attached: Segment) -> None:
     """The mapping from before the seal stays writable, and a reader's shows what it stores."""
     offset = LAYOUT.chunk_offset(1)
-    made.data[offset : offset + 5] = b"bytes"
-    assert b"bytes" == attached.data[offset : offset + 5]
+    memoryview(made.data)[offset : offset + 5] = b"bytes"
+    assert b"bytes" == memoryview(attached.data)[offset : offset + 5]
     with pytest.raises(TypeError):
-        attached.data[offset] = 1
+        memoryview(attached.data)[offset] = 1
 
 
 def test_both_sides_store_in_the_control_file(made: Segment, attached: Segment) -> None:
     """What a reader stores in the control file the writer sees, and the other way round."""
-    made.control[0] = 7
-    attached.control[LAYOUT.rank_offset(1)] = 8
-    assert (7, 8) == (attached.control[0], made.control[LAYOUT.rank_offset(1)])
+    memoryview(made.control)[0] = 7
+    memoryview(attached.control)[LAYOUT.rank_offset(1)] = 8
+    assert (7, 8) == (
+        memoryview(attached.control)[0],
+        memoryview(made.control)[LAYOUT.rank_offset(1)],
+    )
 
 
 @pytest.mark.parametrize("change", [-mmap.PAGESIZE, -1, mmap.PAGESIZE])
@@ -229,9 +232,9 @@ def test_mappings_stay_out_of_core_dumps_and_forks(made: Segment, attached: Segm
 def test_a_new_segment_starts_as_zeros(made: Segment) -> None:
     """Behind the header every word of both files is 0."""
     header = LAYOUT.header()
-    assert header == made.data[: len(header)]
-    assert not any(made.data[len(header) : LAYOUT.chunks_offset])
-    assert not any(made.control[:])
+    assert header == memoryview(made.data)[: len(header)]
+    assert not any(memoryview(made.data)[len(header) : LAYOUT.chunks_offset])
+    assert not any(memoryview(made.control)[:])
 
 
 def test_chunks_take_no_memory_until_used(made: Segment) -> None:
@@ -416,7 +419,7 @@ def test_a_chunk_is_reserved_as_far_as_needed(made: Segment) -> None:
         assert needed_bytes <= reserved_bytes <= LAYOUT.chunk_bytes
         assert blocks_of(made.data_descriptor) - before >= reserved_bytes
     offset = LAYOUT.chunk_offset(2)
-    made.data[offset : offset + LAYOUT.chunk_bytes] = bytes(LAYOUT.chunk_bytes)
+    memoryview(made.data)[offset : offset + LAYOUT.chunk_bytes] = bytes(LAYOUT.chunk_bytes)
 
 
 def test_a_chunk_is_not_refused_for_memory_that_it_does_not_need(
