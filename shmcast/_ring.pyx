@@ -576,7 +576,8 @@ cdef class EndLock:
         """
         Let nobody in any more; `finish` closes the end now, or when its present turn is over.
 
-        It is called once, however often this is.
+        It is called until it has returned once, for a signal may interrupt it: then it goes on with
+        the next `close`.
         """
         if not self.is_finished:
             self.finish = finish
@@ -591,9 +592,9 @@ cdef class EndLock:
             return 0
         try:
             if not self.is_finished:
+                self.finish()
                 self.is_finished = True
-                finish, self.finish = self.finish, None
-                finish()
+                self.finish = None
         finally:
             PyThread_release_lock(self.lock)
         return 0
@@ -843,7 +844,7 @@ cdef class RingWriter(_End):
 
     cdef void _wake_readers(self) noexcept nogil:
         cdef int rank
-        # This fence and the one in RingReader.wait: either we see the mark, or it sees our store.
+        # This fence and the one in RingReader._sleep: either we see the mark, or it sees our store.
         fence_full()
         for rank in range(self.n_readers):
             if load_relaxed(self.sleeps[rank]):
@@ -876,9 +877,9 @@ cdef class RingWriter(_End):
         PyErr_CheckSignals()
 
     cdef bint _poll_space(self, int64_t until_ns) noexcept nogil:
-        cdef int _poll
+        cdef int _round
         while monotonic_ns() < until_ns:
-            for _poll in range(POLLS_PER_CLOCK):
+            for _round in range(POLLS_PER_CLOCK):
                 if self._has_space():
                     return True
                 pause_polling()
@@ -920,6 +921,7 @@ cdef class RingWriter(_End):
         # pairs with the acquire fence in RingReader.release.
         fence_full()
         self.cursors[rank] = NULL
+        store_relaxed(self.sleeps[rank], 0)  # a reader that was killed asleep left its mark
         if self.is_expected[rank]:
             self.is_expected[rank] = False
             self.n_expected -= 1
@@ -1107,9 +1109,9 @@ cdef class RingReader(_End):
         PyErr_CheckSignals()
 
     cdef bint _poll(self, int64_t until_ns) noexcept nogil:
-        cdef int _poll
+        cdef int _round
         while monotonic_ns() < until_ns:
-            for _poll in range(POLLS_PER_CLOCK):
+            for _round in range(POLLS_PER_CLOCK):
                 if self._available():
                     return True
                 pause_polling()

@@ -17,7 +17,7 @@ No thread serves the socket: an end takes its steps, none of which waits, whenev
 Alive is who holds a POSIX record lock on a byte of the lock file. The kernel drops it when the
 process dies, however it dies, and does not hand it on to a forked child that still has the socket.
 Two traps of these locks shape this file: a process sees its own locks as free, and closing any
-descriptor of the file drops all of them. So `_LockFile` is one per file and process.
+descriptor of the file drops all of them. So `LockFile` is one per file and process.
 """
 
 from __future__ import annotations
@@ -358,9 +358,9 @@ class _Connection:
     def close(self) -> None:
         self.is_open = False
         self.socket.close()
-        if self.pidfd is not None:
-            os.close(self.pidfd)
-            self.pidfd = None
+        pidfd, self.pidfd = self.pidfd, None
+        if pidfd is not None:
+            os.close(pidfd)
 
 
 @attrs.define(eq=False)
@@ -369,7 +369,6 @@ class Holder:
     The attachment of a rank: offered to a claimant, or admitted.
 
     Attributes:
-        is_mapped: whether it has said that it is ready.
         n_files_sent: how many of the kept files it has been sent.
         is_admitted: whether the writer waits for it.
         start: the message that it starts with, once admitted.
@@ -379,7 +378,6 @@ class Holder:
     rank: int
     epoch: int
     connection: _Connection
-    is_mapped: bool = False
     n_files_sent: int = 0
     is_admitted: bool = False
     start: int = 0
@@ -505,8 +503,8 @@ class WriterControl:
                 accepted.close()
                 continue
             connection = _Connection(accepted, pid, _pidfd_of(accepted, pid), time.monotonic())
-            self._connections[accepted.fileno()] = connection
             self._epoll.register(accepted, select.EPOLLIN)
+            self._connections[accepted.fileno()] = connection
             self._guarded(connection, self._take_frames)
 
     def _forget(self, connection: _Connection) -> None:
@@ -525,13 +523,20 @@ class WriterControl:
     def _guarded(self, connection: _Connection, step: Callable[[_Connection], None]) -> None:
         try:
             step(connection)
-        except (_Gone, _NoDescriptors, ProtocolError, OSError):
+        except (_Gone, _NoDescriptors, ProtocolError, OSError) as error:
+            if isinstance(error, OSError) and error.errno is None:
+                raise  # a signal handler's TimeoutError, say
             # The end of a connection is no death, and garbage none either: a holder that was
             # admitted stays one for as long as its lock says so.
             if connection.holder is not None and connection.holder.is_admitted:
                 self._unwatch(connection)
             elif connection.is_open:
                 self._forget(connection)
+        except BaseException:
+            # A frame may be lost. Who waits for its answer shall not wait for ever.
+            if connection.is_open and not (connection.holder and connection.holder.is_admitted):
+                self._refuse(connection, _REFUSAL, "the writer was interrupted in the handshake")
+            raise
 
     def _take_up(self, connection: _Connection) -> None:
         """Go on with what had to wait: a claim, or an admission."""
@@ -540,7 +545,7 @@ class WriterControl:
             raise _Gone
         if connection.claimed_rank is not None:
             self._decide(connection, connection.claimed_rank)
-        elif holder is not None and holder.is_mapped and not holder.is_told:
+        elif holder is not None and not holder.is_told:
             self._try_admit(holder)
 
     def _take_frames(self, connection: _Connection) -> None:
@@ -551,14 +556,10 @@ class WriterControl:
                 return
             if frame.kind == _CLAIM and holder is None and connection.claimed_rank is None:
                 self._claim(connection, frame)
-            elif (
-                frame.kind == _MAPPED
-                and holder is not None
-                and not holder.is_mapped
-                and frame.number == holder.epoch
-            ):
-                holder.is_mapped = True
+            elif frame.kind == _MAPPED and holder is not None and frame.number == holder.epoch:
                 self._try_admit(holder)
+                if not holder.is_admitted and not self.lock_file.is_held(rank_byte(holder.rank)):
+                    raise ProtocolError(f"rank {holder.rank} says it is mapped, but has no lock")
             else:
                 raise ProtocolError(f"a frame of kind {frame.kind} is out of turn")
 
@@ -583,7 +584,9 @@ class WriterControl:
             self._forget(holder.connection)
             holder = None
         if holder is None:
-            self._offer(connection, rank)
+            # One that has left gives its byte back a little later.
+            if not self.lock_file.is_held(rank_byte(rank)):
+                self._offer(connection, rank)
         elif not holder.is_admitted or self.lock_file.is_held(rank_byte(rank)):
             verb = "held" if holder.is_admitted else "being claimed"
             self._refuse(
@@ -612,13 +615,15 @@ class WriterControl:
     def _try_admit(self, holder: Holder) -> None:
         """Admit a reader that is mapped; the next step goes on if its socket is full."""
         connection = holder.connection.socket
-        if not holder.is_admitted and not self._can_admit(holder):
+        if holder.is_told or not (holder.is_admitted or self._can_admit(holder)):
             return
         holder.is_told = _send(connection, _ADMISSION, rank=holder.rank, number=holder.start)
 
     def _can_admit(self, holder: Holder) -> bool:
+        # A rank is offered while its byte is free, so this is the claimant, and it has mapped. Its
+        # frame only wakes us: a signal may have lost it.
         if not self.lock_file.is_held(rank_byte(holder.rank)):
-            raise ProtocolError(f"rank {holder.rank} says that it is mapped, but holds no lock")
+            return False
         is_first = holder.rank in self._never_admitted
         if is_first:
             for nonce, descriptor in list(self._kept_files.items())[holder.n_files_sent :]:
@@ -668,8 +673,10 @@ class WriterControl:
                     holder.connection.socket, _FILE, number=nonce, descriptors=(descriptor,)
                 ):
                     return False
-            except OSError:
-                pass  # it is dying, or it closed its socket and finds the file missing
+            except OSError as error:
+                if error.errno is None:
+                    raise  # a signal handler's
+                # It is dying, or it closed its socket and finds the file missing.
             done.add(holder)
         return True
 
@@ -681,12 +688,16 @@ class WriterControl:
             os.close(descriptor)
 
     def _drop_kept_files(self) -> None:
-        for descriptor in self._kept_files.values():
-            os.close(descriptor)
-        self._kept_files.clear()
+        while self._kept_files:
+            os.close(self._kept_files.popitem()[1])
 
     def close(self) -> None:
-        """Close the socket and every connection; those that are not admitted are told."""
+        """Close the socket and every connection; their readers are told."""
+        with contextlib.suppress(OSError):  # until none is left, or it is closed already
+            while True:
+                late, _ = self._listener.accept()
+                with late, contextlib.suppress(OSError):
+                    _send(late, _CLOSING)
         self._listener.close()
         for connection in self._connections.values():
             with contextlib.suppress(OSError):  # it has gone before us
@@ -696,9 +707,8 @@ class WriterControl:
     def close_descriptors(self) -> None:
         """Close what this process has open, and say nothing: all that a forked child may do."""
         self._listener.close()
-        for connection in self._connections.values():
-            connection.close()
-        self._connections.clear()
+        while self._connections:
+            self._connections.popitem()[1].close()
         self._epoll.close()
         self._drop_kept_files()
 
@@ -931,19 +941,19 @@ class ReaderControl:
             if self._holds_byte:
                 self.lock_file.give_back(rank_byte(self.rank))
                 self._holds_byte = False
-            self.lock_file.drop()
-            self.lock_file = None
+            lock_file, self.lock_file = self.lock_file, None
+            lock_file.drop()
         self.close_descriptors()
 
     def close_descriptors(self) -> None:
         """Close what this process has open, and say nothing: all that a forked child may do."""
         self._socket.close()
-        if self._writer_pidfd is not None:
-            os.close(self._writer_pidfd)
-            self._writer_pidfd = None
-        for descriptor in self.offered or ():
+        pidfd, self._writer_pidfd = self._writer_pidfd, None
+        if pidfd is not None:
+            os.close(pidfd)
+        offered, self.offered = self.offered, None
+        for descriptor in offered or ():
             os.close(descriptor)
-        self.offered = None
         while self._files:
             _, file = self._files.popleft()
             if file is not None:

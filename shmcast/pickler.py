@@ -32,6 +32,8 @@ _PROTOCOL: Final = 5
 _KEPT_STREAM_BYTES: Final = 1024
 
 _Reduced = tuple[Any, ...]
+#: A pickler's `dump` and `clear_memo`, and the lists that it fills: stream parts and buffers.
+_Kept = tuple[Callable[[object], None], Callable[[], None], list[bytes], list[memoryview]]
 
 
 class _DispatchTable:
@@ -76,7 +78,7 @@ class Pickler:
     ) -> None:
         self._threshold_bytes = max(oob_threshold_bytes, 1)
         self._table = _DispatchTable(reduce_exact_tensor or reduce_tensor)
-        self._renew()
+        self._kept: _Kept | None = None
 
     def dumps(self, obj: object) -> tuple[list[bytes], list[memoryview]]:
         """
@@ -85,27 +87,25 @@ class Pickler:
         The views pin their memory: whoever owns it cannot resize it while they live. The lists are
         good until the next call.
         """
-        parts, buffers = self._parts, self._buffers
+        kept = self._kept or self._new()
+        # Dropped while in use: after an error, or a signal at any line, its memo would refer to
+        # what was never sent.
+        self._kept = None
+        dump, clear_memo, parts, buffers = kept
         parts.clear()
-        try:
-            self._dump(obj)
-        except BaseException:
-            self._renew()  # the memo would refer to what was never sent
-            raise
+        dump(obj)
         if len(parts) == 1 and not buffers and len(parts[0]) <= _KEPT_STREAM_BYTES:
-            self._clear_memo()
-        else:
-            self._renew()
+            clear_memo()
+            self._kept = kept
         return parts, buffers
 
-    def _renew(self) -> None:
+    def _new(self) -> _Kept:
         stream = StreamParts()
-        self._parts = stream.parts
-        self._buffers: list[memoryview] = []
-        sink = _BufferSink(self._buffers, self._threshold_bytes)
+        buffers: list[memoryview] = []
+        sink = _BufferSink(buffers, self._threshold_bytes)
         pickler = pickle.Pickler(stream, _PROTOCOL, buffer_callback=sink)
         pickler.dispatch_table = self._table  # type: ignore[assignment]  # wants a Mapping
-        self._dump, self._clear_memo = pickler.dump, pickler.clear_memo
+        return pickler.dump, pickler.clear_memo, stream.parts, buffers
 
 
 class _BufferSink:

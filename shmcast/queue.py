@@ -210,7 +210,8 @@ class _Ends:
         ends = self._all()
         self._references.clear()
         for end in ends:
-            end._close_descriptors()
+            with contextlib.suppress(OSError, AttributeError):  # one that is closing just now
+                end._close_descriptors()
 
 
 _ends = _Ends()
@@ -266,8 +267,10 @@ class _QueueEnd:
         try:
             with self._lock.until(0.0, _TurnTaken):
                 self._step()
-        except (_TurnTaken, ShmcastError, OSError):
-            pass  # the end's own call meets it again, and says so
+        except (_TurnTaken, ShmcastError, OSError) as error:
+            if _is_foreign(error):
+                raise
+            # The end's own call meets it again, and says so.
 
     @property
     def _is_attaching(self) -> bool:
@@ -316,6 +319,9 @@ class MessageQueue(_QueueEnd):
         self._pickler = Pickler(config.oob_threshold_bytes)
         self._spin_ns = _spin_ns(config.spin_us, config.n_readers)
         self._nonce = 0
+        # Losses that no call has reported so far: a signal may come between. By rank; with each
+        # text whether it is no death, but damage.
+        self._unreported: dict[int, tuple[str, bool]] = {}
         self._file: int | None = None  # the memory file of the message that is on its way
         self._fallbacks = 0
         self._losses = 0
@@ -328,16 +334,17 @@ class MessageQueue(_QueueEnd):
             self._segment = Segment.create(layout)
             undo.callback(self._segment.close_descriptors)
             self._ring = RingWriter(self._segment)
-            self._lock_file = LockFile.of(new_memory_file("shmcast-locks", layout.locks_bytes))
-            undo.callback(self._lock_file.drop)
-            add_seals(self._lock_file.descriptor, FIXED_SIZE)
-            self._lock_file.hold(WRITER_BYTE)
+            lock_file = LockFile.of(new_memory_file("shmcast-locks", layout.locks_bytes))
+            undo.callback(lock_file.drop)
+            add_seals(lock_file.descriptor, FIXED_SIZE)
+            lock_file.hold(WRITER_BYTE)
+            self._lock_file: LockFile | None = lock_file
             self._control = WriterControl(
                 address=self._address,
                 token=self._token,
                 ranks=self._ranks,
                 descriptors=(self._segment.data_descriptor, self._segment.control_descriptor),
-                lock_file=self._lock_file,
+                lock_file=lock_file,
                 new_epoch=self._ring.new_epoch,
                 admit=self._ring.admit,
                 strike=self._ring.strike,
@@ -433,6 +440,7 @@ class MessageQueue(_QueueEnd):
             TypeError: torch itself cannot carry a tensor in it.
 
         Whatever it raises, nothing was published; what pickling the object raises passes through.
+        Only a signal handler's exception may come just after the message was published.
         """
         if timeout is None:
             with self._lock:
@@ -495,8 +503,9 @@ class MessageQueue(_QueueEnd):
                         # Sent before it is published, so that a reader never waits for it, and has
                         # it even if the writer dies.
                         if self._control.send_file(self._nonce, self._file, sent):
-                            self._control.keep_file(self._nonce, self._file)
-                            self._file = None
+                            # Let go of first: whoever is interrupted must not close it twice.
+                            file, self._file = self._file, None
+                            self._control.keep_file(self._nonce, file)
                             self._ring.publish_file(self._nonce, stream, buffers)
                             self._fallbacks += 1
                             return
@@ -519,9 +528,9 @@ class MessageQueue(_QueueEnd):
             self._drop_file()
 
     def _drop_file(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
 
     def _pause(self, wait: _Wait, *, for_chunk: bool) -> None:
         """Sleep a slice for the readers to go on, then look around; QueueFull if time is up."""
@@ -560,8 +569,6 @@ class MessageQueue(_QueueEnd):
         Raises ReaderLost or ProtocolError for a loss, unless `on_reader_loss` is "evict".
         """
         self._ring.look_again_in(_LOOK_PAUSE_NS)
-        losses: list[tuple[int, str]] = []
-        is_damage = False
         now = time.monotonic()
         lags = self._ring.lags()
         for holder in self._control.admitted():
@@ -569,6 +576,7 @@ class MessageQueue(_QueueEnd):
             cursor = self._ring.messages - lags[rank]
             if self._seen.get(holder, (None,))[0] != cursor:
                 self._seen[holder] = cursor, now
+            text, is_damage = None, False
             try:
                 # Who left before it died has left.
                 is_dead = self._control.is_dead(holder)
@@ -576,26 +584,27 @@ class MessageQueue(_QueueEnd):
                     _log.info("%s has left", self._who(rank))
                     self._control.vacate(rank)
                     continue
-                text = f"died {lags[rank]} messages behind" if is_dead else None
+                if is_dead:
+                    text = f"died {lags[rank]} messages behind"
             except ProtocolError as error:
                 text, is_damage = str(error), True
             if rank == self._ring.damaged():
                 text, is_damage = "stored a cursor that is out of range", True
             if text is not None:
-                losses.append((rank, f"{self._who(rank)} {text}"))
-                self._control.vacate(rank)
+                self._unreported[rank] = f"{self._who(rank)} {text}", is_damage
                 self._losses += 1
+                self._control.vacate(rank)
         self._control.serve()
-        if not losses:
+        if not self._unreported:
             return
-        losses.sort()
-        text = "; ".join(text for _, text in losses)
+        lost, self._unreported = dict(sorted(self._unreported.items())), {}
+        report = "; ".join(text for text, _ in lost.values())
         if on_reader_loss == "evict":
-            _log.warning("writer @%s goes on without a reader: %s", self._address, text)
-        elif is_damage:
-            raise ProtocolError(text)
+            _log.warning("writer @%s goes on without a reader: %s", self._address, report)
+        elif any(is_damage for _, is_damage in lost.values()):
+            raise ProtocolError(report)
         else:
-            raise ReaderLost(text, tuple(rank for rank, _ in losses))
+            raise ReaderLost(report, tuple(lost))
 
     def _ranks_behind(self) -> tuple[int, ...]:
         """The ranks that are furthest behind."""
@@ -631,16 +640,22 @@ class MessageQueue(_QueueEnd):
             ring.stop()
 
     def _finish(self) -> None:
-        _ends.discard(self)
         # Nothing can be published any more, so what the closing mark says is true.
         self._ring.say_closing()
         with contextlib.ExitStack() as parts:
-            parts.callback(self._segment.close_descriptors)
-            parts.callback(self._lock_file.drop)
-            parts.callback(self._lock_file.give_back, WRITER_BYTE)
+            parts.callback(self._segment.close)
+            parts.callback(self._drop_lock_file)
             parts.callback(self._control.close)
-        # The mappings end here, unless another thread is still on its way out of a call.
-        del self._ring, self._segment, self._control
+        _ends.discard(self)
+        # The mappings end here, unless another thread is still on its way out of a call. The last
+        # line, since a signal may interrupt this and `close` come again.
+        del self._ring
+
+    def _drop_lock_file(self) -> None:
+        if self._lock_file is not None:
+            self._lock_file.give_back(WRITER_BYTE)
+            lock_file, self._lock_file = self._lock_file, None
+            lock_file.drop()
 
     def _close_descriptors(self) -> None:
         self._drop_file()
@@ -676,7 +691,8 @@ class MessageReader(_QueueEnd):
         self._rank = operator.index(rank)
         self._address = handle.local_address
         self._fallbacks = 0
-        self._failure: Exception | None = None  # why it can never be admitted
+        # Why it can never be admitted: the error's class and arguments.
+        self._failure: tuple[type[Exception], tuple[Any, ...]] | None = None
         self._take: Callable[[], Any] = _nothing  # the ring's, once admitted
         self._control = ReaderControl.connect(self._address, handle.token, self._rank)
         self._lock = EndLock("reader")
@@ -743,6 +759,7 @@ class MessageReader(_QueueEnd):
                     raise
                 return
             yield message
+            del message  # what the caller has let go of shall not wait for the next one
 
     def stats(self) -> ReaderStats:
         """
@@ -881,11 +898,17 @@ class MessageReader(_QueueEnd):
         if self._control.is_admitted:
             return True
         if self._failure is not None:
-            raise self._failure
+            error_class, arguments = self._failure
+            raise error_class(*arguments)
         try:
             return self._try_step()
-        except (ShmcastError, OSError) as error:
-            self._failure = error  # a step of this end may be taken by another one
+        except BaseException as error:
+            # Kept, since a step of this end may be taken by another one, or a frame is lost.
+            if isinstance(error, ShmcastError | OSError) and not _is_foreign(error):
+                self._failure = type(error), error.args
+            else:
+                text = f"attaching rank {self._rank} was interrupted: make a new reader"
+                self._failure = ShmcastError, (text,)
             raise
 
     def _try_step(self) -> bool:
@@ -911,21 +934,29 @@ class MessageReader(_QueueEnd):
             ring.stop()
 
     def _finish(self) -> None:
-        _ends.discard(self)
         with contextlib.ExitStack() as parts:
             parts.callback(self._control.close)
             if hasattr(self, "_ring"):
-                parts.callback(self._segment.close_descriptors)
+                parts.callback(self._segment.close)
                 self._ring.leave()
-        # The mappings end here, unless another thread is still on its way out of a call.
+        _ends.discard(self)
+        # The mappings end here, unless another thread is still on its way out of a call. The last
+        # line, as for the writer.
         self._take = _nothing
         if hasattr(self, "_ring"):
-            del self._ring, self._segment
+            del self._ring
 
     def _close_descriptors(self) -> None:
         self._control.close_descriptors()
         if hasattr(self, "_segment"):
             self._segment.close_descriptors()
+
+
+def _is_foreign(error: Exception) -> bool:
+    """Whether it is a signal handler's, such as the TimeoutError of an alarm."""
+    return (
+        isinstance(error, OSError) and error.errno is None and not isinstance(error, ShmcastError)
+    )
 
 
 def _nothing() -> None:

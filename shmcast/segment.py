@@ -178,14 +178,23 @@ class Segment:
     """
     The data and the control file of a queue, mapped, and the descriptors that lead to them.
 
-    The descriptors belong to the segment. The mappings end with their last user.
+    The descriptors belong to the segment. The mappings end with their last user; None after close.
     """
 
     layout: Layout
-    data: Mapping
-    control: Mapping
-    data_descriptor: int
-    control_descriptor: int
+    data: Mapping | None
+    control: Mapping | None
+    _descriptors: tuple[int, ...]
+
+    @property
+    def data_descriptor(self) -> int:
+        """The data file's, for as long as it is open."""
+        return self._descriptors[0]
+
+    @property
+    def control_descriptor(self) -> int:
+        """The control file's, for as long as it is open."""
+        return self._descriptors[1]
 
     @classmethod
     def create(cls, layout: Layout) -> Self:
@@ -220,7 +229,7 @@ class Segment:
                 f"chunk_bytes = {layout.chunk_bytes} needs {layout.data_bytes} bytes of address "
                 f"space, which can't be had: {error}"
             ) from error
-        return cls(layout, data, control, data_descriptor, control_descriptor)
+        return cls(layout, data, control, (data_descriptor, control_descriptor))
 
     @classmethod
     def attach(cls, data_descriptor: int, control_descriptor: int) -> Self:
@@ -250,7 +259,7 @@ class Segment:
             os.close(data_descriptor)
             os.close(control_descriptor)
             raise
-        return cls(layout, data, control, data_descriptor, control_descriptor)
+        return cls(layout, data, control, (data_descriptor, control_descriptor))
 
     def reserve_chunk(self, index: int, size_bytes: int) -> int:
         """
@@ -273,10 +282,16 @@ class Segment:
             reserve(self.data_descriptor, offset, reserved_bytes, setting)
         return reserved_bytes
 
+    def close(self) -> None:
+        """Let go of everything; the mappings stay for those who use them."""
+        self.close_descriptors()
+        self.data = self.control = None
+
     def close_descriptors(self) -> None:
-        """Close the descriptors; the mappings stay for those who use them."""
-        os.close(self.data_descriptor)
-        os.close(self.control_descriptor)
+        """Close the descriptors, once: all that a forked child has of a segment."""
+        descriptors, self._descriptors = self._descriptors, ()
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 def memory_available_bytes() -> int:

@@ -1686,7 +1686,10 @@ def test_an_error_while_loading_counts_as_received(
 
 
 def _kept(pickler: Pickler) -> pickle.Pickler:
-    kept: pickle.Pickler = pickler._dump.__self__  # type: ignore[attr-defined]
+    if pickler._kept is None:
+        pickler.dumps(None)
+    assert pickler._kept is not None
+    kept: pickle.Pickler = pickler._kept[0].__self__  # type: ignore[attr-defined]
     return kept
 
 
