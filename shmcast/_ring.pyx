@@ -984,6 +984,7 @@ cdef class RingReader(_End):
     cdef uint64_t *cursor_word
     cdef uint64_t *sleeps_word
     cdef uint64_t *left_word
+    cdef uint64_t taken_bytes, taken_oob_buffers, taken_oob_bytes   # of the message not released
     cdef readonly uint64_t messages, bytes, oob_buffers, oob_bytes
 
     def __cinit__(self, segment, int rank, uint64_t epoch):
@@ -1011,15 +1012,33 @@ cdef class RingReader(_End):
         * (stream, list of buffers); the buffers are copies;
         * the nonce of the memory file that the message lies in, an int.
 
+        A message that is taken and not released is taken again.
+
         Raises ProtocolError if the chunk is damaged.
         """
-        cdef uint64_t available, offset, length
+        self._check_not_forked()
+        if load_relaxed(&self.is_closed) or self._is_struck():
+            return None
+        self.taken_bytes = self.taken_oob_buffers = self.taken_oob_bytes = 0
+        try:
+            taken = self._take()
+        except ProtocolError:
+            if self._is_struck():
+                return None
+            raise
+        # Everything that was loaded from the chunk comes before this load of the epoch; pairs with
+        # the fence in RingWriter.strike. Without it what was taken may be torn, since the writer
+        # does not wait for this reader.
+        fence_acquire()
+        return None if self._is_struck() else taken
+
+    cdef inline bint _is_struck(self) noexcept nogil:
+        return load_acquire(self.own_epoch_word) != self.epoch
+
+    cdef object _take(self):
+        cdef uint64_t offset, length, available = self._available()
         cdef ImageHeader header
         cdef const char *chunk
-        self._check_not_forked()
-        if load_relaxed(&self.is_closed) or load_acquire(self.own_epoch_word) != self.epoch:
-            return None
-        available = self._available()
         if available == 0:
             return None
         if available > self.n_chunks:
@@ -1032,11 +1051,11 @@ cdef class RingReader(_End):
             return header.stream_bytes
         if header.kind == KIND_HERE and header.n_buffers == 0 and (
                 header.stream_bytes <= self.chunk_bytes - sizeof(ImageHeader)):
-            self.bytes += header.stream_bytes
+            self.taken_bytes = header.stream_bytes
             return self._stream(chunk + sizeof(ImageHeader), header.stream_bytes)
         ranges = image_ranges(chunk, self.chunk_bytes, self.cursor)
         offset, length = ranges[0]
-        self.bytes += length
+        self.taken_bytes = length
         stream = self._stream(chunk + offset, length)
         buffers = []
         for offset, length in ranges[1:]:
@@ -1057,29 +1076,27 @@ cdef class RingReader(_End):
         return copied
 
     def count_buffer(self, uint64_t length):
-        """Count one out-of-band buffer."""
-        self.bytes += length
-        self.oob_bytes += length
-        self.oob_buffers += 1
+        """Count an out-of-band buffer of the message that was taken."""
+        self.taken_bytes += length
+        self.taken_oob_bytes += length
+        self.taken_oob_buffers += 1
 
     def count_stream(self, uint64_t length):
-        """Count a stream that did not come through `try_take`."""
-        self.bytes += length
+        """Count the stream of the message that was taken, if it did not come by `try_take`."""
+        self.taken_bytes += length
 
     def release(self):
         """
-        Give the chunk back. Returns False if this attachment was struck meanwhile.
-
-        Then what was taken may be torn, since the writer no longer waited for it.
+        Give the chunk back. Returns False if this attachment was struck: nobody waits for it.
         """
-        # Everything that was loaded from the chunk comes before this load of the epoch; pairs with
-        # the fence in RingWriter.strike.
         self._check_not_forked()
-        fence_acquire()
-        if load_relaxed(self.own_epoch_word) != self.epoch:
+        if self._is_struck():
             return False
         self.cursor += 1
         self.messages += 1
+        self.bytes += self.taken_bytes
+        self.oob_buffers += self.taken_oob_buffers
+        self.oob_bytes += self.taken_oob_bytes
         # Release pairs with the acquire load in RingWriter._refresh.
         store_release(self.cursor_word, self.cursor)
         # This fence and the one in RingWriter._sleep_for_space.
@@ -1144,7 +1161,7 @@ cdef class RingReader(_End):
     def is_struck(self):
         """Whether the writer has ended this attachment."""
         self._check_not_forked()
-        return load_acquire(self.own_epoch_word) != self.epoch
+        return self._is_struck()
 
     @property
     def is_closing(self):

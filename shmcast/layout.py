@@ -25,13 +25,14 @@ word           stored by                              loaded    range
 published      the writer                             readers   messages so far; only grows
 closing        the writer, once                       readers   0 or 1
 writer_sleeps  the writer                             readers   0 or 1
-epoch          the writer                             reader    attachments and losses of the rank
-                                                                so far; only grows
+epoch          the writer                             reader    offers and ends of the rank's
+                                                                attachments so far; only grows
 readers_word   any end, by atomic addition            readers   any; readers sleep on it
 writer_word    any end, by atomic addition            writer    any; the writer sleeps on it
 cursor         the rank's reader; the writer once,    writer    messages finished, up to published
                before it admits the reader
-sleeps         the rank's reader                      writer    0 or 1
+sleeps         the rank's reader; the writer          writer    0 or 1
+               clears a dead one's
 left           the rank's reader                      writer    the epoch that has left, 0 for none
 =============  =====================================  ========  ===================================
 

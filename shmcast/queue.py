@@ -795,13 +795,7 @@ class MessageReader(_QueueEnd):
             stream, buffers = taken
             return loads(stream, buffers=buffers)
         finally:
-            if not self._ring.release():
-                raise self._struck()
-
-    def _struck(self) -> ProtocolError:
-        return ProtocolError(
-            f"rank {self._rank} was evicted: the writer does not wait for this reader any more"
-        )
+            self._ring.release()
 
     def _wait_for_message(self, deadline: float) -> Any:
         try:
@@ -819,7 +813,10 @@ class MessageReader(_QueueEnd):
                 return taken
             self._check_open()
             if ring.is_struck:
-                raise self._struck()
+                raise ProtocolError(
+                    f"rank {self._rank} was evicted: the writer does not wait for this reader "
+                    f"any more"
+                )
             if ring.is_closing and not ring.lag:
                 raise QueueClosed("the writer has closed, and everything was read")
             if slice_s and wait.elapsed_s < _FIRST_PROBE_S:

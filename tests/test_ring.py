@@ -578,8 +578,13 @@ def test_reader_counters() -> None:
         taken(reader)
         assert 2 == reader.messages == reader.next_sequence
         assert (15, 2, 10) == (reader.bytes, reader.oob_buffers, reader.oob_bytes)
-        reader.count_stream(5)
-        reader.count_buffer(7)
+        ring.publish(b"")
+        for _ in range(2):  # a message that is taken again counts once
+            assert b"" == reader.try_take()
+            reader.count_stream(5)
+            reader.count_buffer(7)
+        assert (15, 2, 10) == (reader.bytes, reader.oob_buffers, reader.oob_bytes)
+        assert reader.release()
         assert (27, 3, 17) == (reader.bytes, reader.oob_buffers, reader.oob_bytes)
 
 
