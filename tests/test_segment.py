@@ -341,9 +341,11 @@ def test_the_good_descriptors_are_taken() -> None:
     """What the test above varies is taken when nothing is wrong with it, and then kept open."""
     taken = Segment.attach(good_data(), good_control())
     assert LAYOUT == taken.layout
-    assert not is_closed(taken.data_descriptor)
+    descriptors = taken.data_descriptor, taken.control_descriptor
+    assert [False, False] == [is_closed(descriptor) for descriptor in descriptors]
     taken.close_descriptors()
-    assert is_closed(taken.data_descriptor)
+    assert [True, True] == [is_closed(descriptor) for descriptor in descriptors]
+    taken.close_descriptors()  # again, and nobody else's
 
 
 def test_a_refused_mapping_leaks_nothing(made: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
