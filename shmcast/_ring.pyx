@@ -628,7 +628,7 @@ cdef class _End:
     cdef char *data
     cdef char *control
     cdef unsigned long fork_count_at_start
-    cdef uint64_t is_closed                 # an own mark, stored by `close` from any thread
+    cdef uint64_t is_stopped                 # an own mark, stored by `close` from any thread
     cdef uint32_t *readers_word
     cdef uint32_t *writer_word
     cdef uint64_t *published_word
@@ -694,7 +694,7 @@ cdef class _End:
         return self.waited_ns / 1e9
 
     cdef void _stop(self, uint32_t *own_word) noexcept nogil:
-        store_release(&self.is_closed, 1)
+        store_release(&self.is_stopped, 1)
         word_bump(own_word)
         wake_all(own_word)
 
@@ -892,7 +892,7 @@ cdef class RingWriter(_End):
         # its cursor.
         fence_full()
         seen = word_load_acquire(self.writer_word)
-        if not self._has_space() and not load_acquire(&self.is_closed):
+        if not self._has_space() and not load_acquire(&self.is_stopped):
             sleep_on(self.writer_word, seen, sleep_ns)
         store_relaxed(self.writer_sleeps, 0)
 
@@ -1017,7 +1017,7 @@ cdef class RingReader(_End):
         Raises ProtocolError if the chunk is damaged.
         """
         self._check_not_forked()
-        if load_relaxed(&self.is_closed) or self._is_struck():
+        if load_relaxed(&self.is_stopped) or self._is_struck():
             return None
         self.taken_bytes = self.taken_oob_buffers = self.taken_oob_bytes = 0
         try:
@@ -1142,7 +1142,7 @@ cdef class RingReader(_End):
         fence_full()
         seen = word_load_acquire(self.readers_word)
         if (self._available() == 0 and not load_acquire(self.closing_word)
-                and not load_acquire(&self.is_closed)):
+                and not load_acquire(&self.is_stopped)):
             sleep_on(self.readers_word, seen, sleep_ns)
         store_relaxed(self.sleeps_word, 0)
 

@@ -46,7 +46,7 @@ from shmcast.errors import (
     WriterLost,
 )
 
-__all__ = ["Holder", "LockFile", "ReaderControl", "WriterControl"]
+__all__ = ["WRITER_BYTE", "Holder", "LockFile", "ReaderControl", "WriterControl"]
 
 WRITER_BYTE: Final = 0
 

@@ -144,7 +144,7 @@ class _Wait:
         self._warn_after_s = warn_after_s
         self._warn_at = self.start + warn_after_s
         self._is_first = True
-        self.has_looked = False  # whether the end looked around once more after the deadline
+        self.has_had_last_try = False  # whether the end looked around once after the deadline
 
     @property
     def elapsed_s(self) -> float:
@@ -329,7 +329,16 @@ class MessageQueue(_QueueEnd):
         self._seen: weakref.WeakKeyDictionary[Holder, tuple[int, float]] = (
             weakref.WeakKeyDictionary()
         )
-        layout = Layout.of(config)
+        try:
+            self._create(Layout.of(config))
+        except OSError as error:
+            raise ConfigError(
+                f"a queue can't be made: {error} (it needs some descriptors: RLIMIT_NOFILE)"
+            ) from error
+        self._lock = EndLock("writer")
+        _ends.add(self)
+
+    def _create(self, layout: Layout) -> None:
         with contextlib.ExitStack() as undo:
             self._segment = Segment.create(layout)
             undo.callback(self._segment.close_descriptors)
@@ -351,8 +360,6 @@ class MessageQueue(_QueueEnd):
                 has_left=self._ring.has_left,
             )
             undo.pop_all()
-        self._lock = EndLock("writer")
-        _ends.add(self)
 
     @staticmethod
     def create_from_handle(handle: Handle, rank: SupportsIndex) -> MessageReader:
@@ -493,8 +500,8 @@ class MessageQueue(_QueueEnd):
             while True:
                 match self._ring.try_claim(needed_bytes, has_looked):
                     case Claim.DONE if not in_file:
-                        self._ring.try_publish(stream, buffers, True)
-                        return
+                        if self._ring.try_publish(stream, buffers, True) == Claim.DONE:
+                            return
                     case Claim.DONE:
                         if self._file is None:
                             self._nonce += 1
@@ -536,7 +543,7 @@ class MessageQueue(_QueueEnd):
         """Sleep a slice for the readers to go on, then look around; QueueFull if time is up."""
         self._check_open()
         slice_s = wait.slice_s()
-        if slice_s == 0 and wait.has_looked:
+        if slice_s == 0 and wait.has_had_last_try:
             behind = self._ranks_behind()
             raise QueueFull(
                 f"the message was not published in {wait.elapsed_s:.3g} s: "
@@ -550,7 +557,7 @@ class MessageQueue(_QueueEnd):
             time.sleep(min(slice_s, _FIRST_PROBE_S) if is_early else slice_s)
         self._check_open()
         if slice_s == 0 or wait.elapsed_s >= _FIRST_PROBE_S:
-            wait.has_looked = slice_s == 0
+            wait.has_had_last_try = slice_s == 0
             self._look(self._config.on_reader_loss)
             _ends.take_steps_of_others(self)
         if wait.is_long():

@@ -28,13 +28,17 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = [
+    "FIXED_SIZE",
+    "FROZEN",
     "Segment",
+    "add_seals",
     "cpus_available",
     "map_file",
     "memory_available_bytes",
     "new_frozen_file",
     "new_memory_file",
     "reserve",
+    "seals_of",
 ]
 
 # Not in `fcntl` or `os` of Python 3.11 (linux/fcntl.h, linux/memfd.h).
@@ -121,9 +125,11 @@ def _short_of_memory(size_bytes: int, setting: str) -> Iterator[None]:
         _budget.spend(size_bytes)
         yield
     except OSError as error:
+        available_bytes = memory_available_bytes()
+        left = "?" if available_bytes == sys.maxsize else available_bytes
         raise MessageTooLarge(
             f"{size_bytes} bytes can't be reserved ({error.strerror}); "
-            f"{memory_available_bytes()} bytes are available; {setting}"
+            f"{left} bytes are available; {setting}"
         ) from error
 
 
@@ -226,8 +232,8 @@ class Segment:
                 os.close(descriptor)
             raise ConfigError(
                 f"a queue with n_readers = {layout.n_readers}, n_chunks = {layout.n_chunks} and "
-                f"chunk_bytes = {layout.chunk_bytes} needs {layout.data_bytes} bytes of address "
-                f"space, which can't be had: {error}"
+                f"chunk_bytes = {layout.chunk_bytes} can't be made: {error} (it needs "
+                f"{layout.data_bytes} bytes of address space, and descriptors: RLIMIT_NOFILE)"
             ) from error
         return cls(layout, data, control, (data_descriptor, control_descriptor))
 
