@@ -10,6 +10,7 @@ import signal
 import struct
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
@@ -131,6 +132,7 @@ def demo(
     seed or from the files, and compares bit for bit. Exit status 0: all is well; 1: something did
     not arrive as it should; 2: the input is wrong.
     """
+    _import_torch()
     try:
         queue_config = QueueConfig.load(config, n_readers=n_readers)
         default = len(files) * _DEFAULT_ROUNDS or _DEFAULT_MESSAGES
@@ -145,6 +147,13 @@ def demo(
     except (ShmcastError, OSError, TypeError) as error:  # TypeError: torch refuses a tensor
         raise click.ClickException(str(error)) from error
     _show(results)
+
+
+def _import_torch() -> None:
+    """Import torch. Without numpy it warns of that, which is no news to who runs the demo."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+        import torch  # noqa: F401
 
 
 # --- The messages -------------------------------------------------------------------------------
@@ -419,8 +428,7 @@ class Summary:
 
 def run_reader(pipe: Connection, handle: Handle, rank: int, plan: Plan) -> None:
     """The life of a reader process."""
-    import torch  # noqa: F401  # here, or the first message would wait for it
-
+    _import_torch()  # here, or the first message would wait for it
     make_message = plan.message_maker()
     # These mean that the parent is gone or does not want any more: nobody is there to tell.
     with (
