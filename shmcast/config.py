@@ -164,8 +164,8 @@ def _checked(origin: str, key: str, value: object) -> Any:
     rule = _RULES[key]
     try:
         return rule.check(value)
-    except Exception:  # whatever a value does when it is looked at
-        raise _refusal(origin, key, value, rule.allowed) from None
+    except Exception as error:  # whatever a value does when it is looked at
+        raise _refusal(origin, key, value, rule.allowed) from error
 
 
 def _check_together(values: Mapping[str, Any], origins: Mapping[str, str]) -> None:

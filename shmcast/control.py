@@ -27,6 +27,7 @@ import contextlib
 import errno
 import fcntl
 import hmac
+import logging
 import os
 import select
 import socket
@@ -47,6 +48,8 @@ from shmcast.errors import (
 )
 
 __all__ = ["WRITER_BYTE", "Holder", "LockFile", "ReaderControl", "WriterControl"]
+
+_log = logging.getLogger("shmcast.control")
 
 WRITER_BYTE: Final = 0
 
@@ -455,7 +458,7 @@ class WriterControl:
     def wait(self, timeout_s: float) -> None:
         """Wait until something arrives on the socket."""
         if self._is_starved:  # what has arrived cannot be accepted now, and would end each poll
-            time.sleep(min(timeout_s, 0.001))
+            time.sleep(timeout_s)
         else:
             self._epoll.poll(timeout_s, 1)
 
@@ -485,7 +488,7 @@ class WriterControl:
                 self._forget(connection)
 
     def _accept(self) -> None:
-        self._is_starved = False
+        was_starved, self._is_starved = self._is_starved, False
         for _ in range(len(self.ranks) + _BACKLOG):
             try:
                 accepted, _ = self._listener.accept()
@@ -496,6 +499,12 @@ class WriterControl:
                 if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED):
                     raise
                 self._is_starved = error.errno != errno.ECONNABORTED
+                if self._is_starved and not was_starved:
+                    _log.warning(
+                        "writer @%s can't accept a reader: %s (RLIMIT_NOFILE)",
+                        self.address,
+                        error.strerror,
+                    )
                 return
             accepted.setblocking(False)
             pid, uid = _peer_of(accepted)
@@ -535,7 +544,13 @@ class WriterControl:
         except BaseException:
             # A frame may be lost. Who waits for its answer shall not wait for ever.
             if connection.is_open and not (connection.holder and connection.holder.is_admitted):
-                self._refuse(connection, _REFUSAL, "the writer was interrupted in the handshake")
+                with contextlib.suppress(OSError):  # it has gone
+                    _send(
+                        connection.socket,
+                        _REFUSAL,
+                        body=b"the writer was interrupted in the handshake",
+                    )
+                self._forget(connection)
             raise
 
     def _take_up(self, connection: _Connection) -> None:
@@ -846,8 +861,12 @@ class ReaderControl:
         """Lock the rank's byte and say that the offered segment is mapped."""
         assert self.lock_file is not None  # it came with the offer
         self.offered = None
-        self.lock_file.hold(rank_byte(self.rank))
-        self._holds_byte = True
+        self._holds_byte = True  # first, or a signal between the two would leave it locked for ever
+        try:
+            self.lock_file.hold(rank_byte(self.rank))
+        except ProtocolError:
+            self._holds_byte = False
+            raise
         self._say(_MAPPED, number=self.epoch)
 
     @property

@@ -125,13 +125,22 @@ class ReaderStats:
     fallbacks: int
 
 
-def _deadline(timeout: float | None) -> float:
+def _deadline(timeout: Any) -> float:
     """The time of `time.monotonic` when a timeout is over; infinity for None."""
     if timeout is None:
         return math.inf
-    if not timeout >= 0:  # NaN too
-        raise ValueError(f"timeout = {timeout!r} is not allowed; allowed is None or seconds from 0")
-    return time.monotonic() + timeout
+    refusal = f"timeout = {timeout!r} is not allowed; allowed is None or seconds from 0"
+    if isinstance(timeout, str | bytes):
+        raise TypeError(refusal)
+    try:
+        seconds = float(timeout)  # of a numpy or torch scalar too, which may be of low precision
+    except TypeError:
+        raise TypeError(refusal) from None
+    except OverflowError:
+        return math.inf
+    if not seconds >= 0:  # NaN too
+        raise ValueError(refusal)
+    return time.monotonic() + seconds
 
 
 class _Wait:
@@ -169,9 +178,10 @@ class _Wait:
 
     def is_long(self) -> bool:
         """Whether to warn now; true once per interval."""
-        if time.monotonic() < self._warn_at:
+        now = time.monotonic()
+        if now < self._warn_at:
             return False
-        self._warn_at += self._warn_after_s
+        self._warn_at = now + self._warn_after_s  # not the next of many, after a stop
         return True
 
 
@@ -757,12 +767,17 @@ class MessageReader(_QueueEnd):
             return self._dequeue(deadline)
 
     def __iter__(self) -> Iterator[Any]:
-        """Every message until the writer closes."""
+        """
+        Every message until the writer closes.
+
+        Raises:
+            QueueClosed: this end was closed, or the writer closed before it admitted this reader.
+        """
         while True:
             try:
                 message = self.dequeue()
             except QueueClosed:
-                if self.closed:
+                if self.closed or not self._control.is_admitted:
                     raise
                 return
             yield message

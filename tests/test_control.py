@@ -979,3 +979,25 @@ def test_writer_that_hangs_up(fake: FakeWriter) -> None:
     fake.connection.close()
     with pytest.raises(WriterLost, match=f"pid {os.getpid()}"):
         fake.reader.step()
+
+
+def test_an_interrupted_confirmation_gives_the_byte_back(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal right after the byte was locked does not keep the rank from the next reader."""
+    reader = host.connect(0)
+    host.writer.serve()
+    reader.step()
+    assert reader.lock_file is not None
+    hold = reader.lock_file.hold
+
+    def hold_and_interrupt(byte: int) -> None:
+        hold(byte)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reader.lock_file, "hold", hold_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        confirm(reader)
+    lock_file = reader.lock_file
+    reader.close()
+    assert not lock_file.is_held(rank_byte(0))

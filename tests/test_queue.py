@@ -1677,3 +1677,38 @@ def test_create_from_handle(make_writer: MakeWriter) -> None:
         reader.wait_until_ready(timeout=PATIENCE_S)
         queue.enqueue({"step": 1}, timeout=None)
         assert {"step": 1} == reader.dequeue(timeout=None)
+
+
+def test_iteration_says_that_it_was_never_admitted() -> None:
+    """Iterating over a reader that the writer closed before admitting it is no empty queue."""
+    queue = MessageQueue(QueueConfig())
+    with MessageQueue.create_from_handle(queue.export_handle(), 0) as reader:
+        queue.enqueue("not received")
+        queue.close()
+        with pytest.raises(QueueClosed, match="before it admitted rank 0"):
+            list(reader)
+
+
+@pytest.mark.parametrize("timeout", [np.float16(0.3), np.float32(0.3), np.int64(0)])
+def test_a_timeout_of_low_precision(make_queue: MakeQueue, timeout: Any) -> None:
+    """A numpy scalar is a number of seconds like any other, whatever the clock says."""
+    _, (reader,) = make_queue()
+    start = time.monotonic()
+    with pytest.raises(QueueEmpty):
+        reader.dequeue(timeout)
+    assert time.monotonic() - start >= float(timeout) * 0.99
+
+
+@pytest.mark.parametrize("timeout", ["1", b"1", [1], object()])
+def test_a_timeout_that_is_no_number(make_queue: MakeQueue, timeout: Any) -> None:
+    """What is no number is a TypeError that names the timeout, and nothing happens."""
+    queue, (reader,) = make_queue()
+    for call in (
+        lambda: queue.enqueue(1, timeout),
+        lambda: reader.dequeue(timeout),
+        lambda: queue.wait_until_ready(timeout),
+        lambda: reader.wait_until_ready(timeout),
+    ):
+        with pytest.raises(TypeError, match=r"timeout = .* is not allowed"):
+            call()
+    assert 0 == queue.stats().messages
