@@ -1016,16 +1016,30 @@ cdef class RingReader(_End):
 
         Raises ProtocolError if the chunk is damaged.
         """
+        cdef uint64_t available
+        cdef ImageHeader header
+        cdef const char *chunk
         self._check_not_forked()
         if load_relaxed(&self.is_stopped) or self._is_struck():
             return None
+        available = self._available()
+        if available == 0:
+            return None
+        if available > self.n_chunks:
+            return self._damaged(f"number {self.cursor} of {self.cursor + available} is gone")
+        chunk = self.chunk(self.cursor)
+        memcpy(&header, chunk, sizeof(ImageHeader))
         self.taken_bytes = self.taken_oob_buffers = self.taken_oob_bytes = 0
-        try:
-            taken = self._take()
-        except ProtocolError:
-            if self._is_struck():
-                return None
-            raise
+        if header.sequence != self.cursor:
+            return self._damaged(f"number {header.sequence} instead of {self.cursor}")
+        if header.kind == KIND_FILE:
+            taken = header.stream_bytes
+        elif header.kind == KIND_HERE and header.n_buffers == 0 and (
+                header.stream_bytes <= self.chunk_bytes - sizeof(ImageHeader)):
+            self.taken_bytes = header.stream_bytes
+            taken = self._stream(chunk + sizeof(ImageHeader), header.stream_bytes)
+        else:
+            taken = self._parts(chunk)
         # Everything that was loaded from the chunk comes before this load of the epoch; pairs with
         # the fence in RingWriter.strike. Without it what was taken may be torn, since the writer
         # does not wait for this reader.
@@ -1035,25 +1049,20 @@ cdef class RingReader(_End):
     cdef inline bint _is_struck(self) noexcept nogil:
         return load_acquire(self.own_epoch_word) != self.epoch
 
-    cdef object _take(self):
-        cdef uint64_t offset, length, available = self._available()
-        cdef ImageHeader header
-        cdef const char *chunk
-        if available == 0:
+    cdef object _damaged(self, str what):
+        """Raise ProtocolError, unless the chunk may be torn since nobody waits for this reader."""
+        if self._is_struck():
             return None
-        if available > self.n_chunks:
-            raise damaged(f"message {self.cursor} of {self.cursor + available} is overwritten")
-        chunk = self.chunk(self.cursor)
-        memcpy(&header, chunk, sizeof(ImageHeader))
-        if header.sequence != self.cursor:
-            raise damaged(f"number {header.sequence} instead of {self.cursor}")
-        if header.kind == KIND_FILE:
-            return header.stream_bytes
-        if header.kind == KIND_HERE and header.n_buffers == 0 and (
-                header.stream_bytes <= self.chunk_bytes - sizeof(ImageHeader)):
-            self.taken_bytes = header.stream_bytes
-            return self._stream(chunk + sizeof(ImageHeader), header.stream_bytes)
-        ranges = image_ranges(chunk, self.chunk_bytes, self.cursor)
+        raise damaged(what)
+
+    cdef object _parts(self, const char *chunk):
+        cdef uint64_t offset, length
+        try:
+            ranges = image_ranges(chunk, self.chunk_bytes, self.cursor)
+        except ProtocolError:
+            if self._is_struck():
+                return None
+            raise
         offset, length = ranges[0]
         self.taken_bytes = length
         stream = self._stream(chunk + offset, length)

@@ -761,10 +761,10 @@ class MessageReader(_QueueEnd):
         """
         if timeout is None:
             with self._lock:
-                return self._dequeue(math.inf)
+                return self._load(self._take() or self._wait_for_message(math.inf))
         deadline = _deadline(timeout)
         with self._lock.until(deadline, QueueEmpty):
-            return self._dequeue(deadline)
+            return self._load(self._take() or self._wait_for_message(deadline))
 
     def __iter__(self) -> Iterator[Any]:
         """
@@ -805,10 +805,8 @@ class MessageReader(_QueueEnd):
             fallbacks=self._fallbacks,
         )
 
-    def _dequeue(self, deadline: float) -> Any:
-        taken = self._take()
-        if taken is None:
-            taken = self._wait_for_message(deadline)
+    def _load(self, taken: Any) -> Any:
+        """The object of what was taken from the ring, whose chunk is given back in any case."""
         try:
             if type(taken) is bytes:
                 return loads(taken)
