@@ -1026,7 +1026,7 @@ cdef class RingReader(_End):
         if available == 0:
             return None
         if available > self.n_chunks:
-            return self._damaged(f"number {self.cursor} of {self.cursor + available} is overwritten")
+            return self._damaged(f"number {self.cursor} is overwritten")
         chunk = self.chunk(self.cursor)
         memcpy(&header, chunk, sizeof(ImageHeader))
         self.taken_bytes = self.taken_oob_buffers = self.taken_oob_bytes = 0
