@@ -54,6 +54,8 @@ def running_demo(until: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,  # a process group, as a shell makes
+        # The parent may ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509  # no threads
     ) as process:
         try:
             assert process.stderr is not None
