@@ -47,7 +47,7 @@ from shmcast.errors import (
     WriterLost,
 )
 
-__all__ = ["WRITER_BYTE", "Holder", "LockFile", "ReaderControl", "WriterControl"]
+__all__ = ["WRITER_BYTE", "Holder", "LockFile", "ReaderControl", "WriterControl", "is_foreign"]
 
 _log = logging.getLogger("shmcast.control")
 
@@ -64,6 +64,13 @@ _BACKLOG: Final = 64
 _SO_PEERPIDFD: Final = 77  # Linux 6.5; not in `socket` (asm-generic/socket.h)
 _F_LOCK: Final = struct.Struct("hhqqi4x")
 _INT: Final = struct.Struct("=i")
+
+
+def is_foreign(error: Exception) -> bool:
+    """Whether it is a signal handler's, such as the TimeoutError of an alarm."""
+    return (
+        isinstance(error, OSError) and error.errno is None and not isinstance(error, ShmcastError)
+    )
 
 
 def rank_byte(rank: int) -> int:
@@ -533,8 +540,8 @@ class WriterControl:
         try:
             step(connection)
         except (_Gone, _NoDescriptors, ProtocolError, OSError) as error:
-            if isinstance(error, OSError) and error.errno is None:
-                raise  # a signal handler's TimeoutError, say
+            if is_foreign(error):
+                raise
             # The end of a connection is no death, and garbage none either: a holder that was
             # admitted stays one for as long as its lock says so.
             if connection.holder is not None and connection.holder.is_admitted:
@@ -689,8 +696,8 @@ class WriterControl:
                 ):
                     return False
             except OSError as error:
-                if error.errno is None:
-                    raise  # a signal handler's
+                if is_foreign(error):
+                    raise
                 # It is dying, or it closed its socket and finds the file missing.
             done.add(holder)
         return True

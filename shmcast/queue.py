@@ -28,7 +28,14 @@ from shmcast._ring import (
     read_image,
 )
 from shmcast.config import QueueConfig
-from shmcast.control import WRITER_BYTE, Holder, LockFile, ReaderControl, WriterControl
+from shmcast.control import (
+    WRITER_BYTE,
+    Holder,
+    LockFile,
+    ReaderControl,
+    WriterControl,
+    is_foreign,
+)
 from shmcast.errors import (
     ConfigError,
     ProtocolError,
@@ -278,7 +285,7 @@ class _QueueEnd:
             with self._lock.until(0.0, _TurnTaken):
                 self._step()
         except (_TurnTaken, ShmcastError, OSError) as error:
-            if _is_foreign(error):
+            if is_foreign(error):
                 raise
             # The end's own call meets it again, and says so.
 
@@ -290,7 +297,9 @@ class _QueueEnd:
         raise NotImplementedError
 
     def _stop_waits(self) -> None:
-        raise NotImplementedError
+        ring = getattr(self, "_ring", None)
+        if ring is not None:
+            ring.stop()
 
     def _finish(self) -> None:
         raise NotImplementedError
@@ -651,11 +660,6 @@ class MessageQueue(_QueueEnd):
     def _step(self) -> None:
         self._control.serve()
 
-    def _stop_waits(self) -> None:
-        ring = getattr(self, "_ring", None)
-        if ring is not None:
-            ring.stop()
-
     def _finish(self) -> None:
         # Nothing can be published any more, so what the closing mark says is true.
         self._ring.say_closing()
@@ -921,7 +925,7 @@ class MessageReader(_QueueEnd):
             return self._try_step()
         except BaseException as error:
             # Kept, since a step of this end may be taken by another one, or a frame is lost.
-            if isinstance(error, ShmcastError | OSError) and not _is_foreign(error):
+            if isinstance(error, ShmcastError | OSError) and not is_foreign(error):
                 self._failure = type(error), error.args
             else:
                 text = f"attaching rank {self._rank} was interrupted: make a new reader"
@@ -945,11 +949,6 @@ class MessageReader(_QueueEnd):
         self._take = self._ring.try_take
         return True
 
-    def _stop_waits(self) -> None:
-        ring = getattr(self, "_ring", None)
-        if ring is not None:
-            ring.stop()
-
     def _finish(self) -> None:
         with contextlib.ExitStack() as parts:
             parts.callback(self._control.close)
@@ -967,13 +966,6 @@ class MessageReader(_QueueEnd):
         self._control.close_descriptors()
         if hasattr(self, "_segment"):
             self._segment.close_descriptors()
-
-
-def _is_foreign(error: Exception) -> bool:
-    """Whether it is a signal handler's, such as the TimeoutError of an alarm."""
-    return (
-        isinstance(error, OSError) and error.errno is None and not isinstance(error, ShmcastError)
-    )
 
 
 def _nothing() -> None:
