@@ -285,8 +285,10 @@ def test_iteration_lets_go_of_each_message(make_queue: MakeQueue) -> None:
         queue.close()
 
     seen: list[bool] = []
+    closer = threading.Timer(0.1, look_and_close)
     for message in reader:
         alive.append(weakref.ref(message))
         del message
-        threading.Timer(0.1, look_and_close).start()
+        closer.start()
+    closer.join()  # the iteration ends while the close is still under way
     assert [False] == seen
