@@ -34,6 +34,8 @@ DEFAULT_OOB_THRESHOLD_BYTES: Final = 1 * MIB
 _VARIABLE_PREFIX: Final = "SHMCAST_"
 _TABLE: Final = "shmcast"
 _UNIT_BYTES: Final = {"": 1, "B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
+#: An address for remote readers; the group is the port.
+ENDPOINT: Final = re.compile(r"tcp://(?:\[[^\]\s]+\]|[^:\s\[\]]+):([0-9]{1,5})", re.ASCII)
 _SIZE: Final = re.compile(r"([0-9]+) ?(B|KiB|MiB|GiB)?", re.ASCII)
 
 
@@ -119,7 +121,7 @@ def _check_bind(value: Any) -> str | None:
         return None
     if not isinstance(value, str):
         raise TypeError
-    match = re.fullmatch(r"tcp://(?:\[[^\]\s]+\]|[^:\s\[\]]+):([0-9]{1,5})", value, re.ASCII)
+    match = ENDPOINT.fullmatch(value)
     if match is None or int(match[1]) > 65535:
         raise ValueError
     return value
@@ -206,8 +208,9 @@ class QueueConfig:
         on_reader_loss: "raise" makes the call that notices a loss raise `ReaderLost`, "evict" logs
             a warning and goes on.
         warn_after_s: a wait of this many seconds is logged, once per such interval.
-        bind: the address for remote readers, such as "tcp://192.0.2.1:0". No effect yet.
-        security: "curve", or "none" for remote readers without keys. No effect yet.
+        bind: the address for remote readers, such as "tcp://192.0.2.1:0"; port 0 means a free one.
+        security: "curve", or "none" for remote readers without keys, for whom an allow-list stands
+            before the unpickling.
 
     Raises:
         ConfigError: a value is not allowed; the text names the key, the value and the rule.

@@ -469,6 +469,10 @@ class WriterControl:
         else:
             self._epoll.poll(timeout_s, 1)
 
+    def watch(self, descriptor: int) -> None:
+        """Let `wait` end for this descriptor too."""
+        self._epoll.register(descriptor, select.EPOLLIN)
+
     def serve(self) -> None:
         """Answer everything that has arrived; never waits."""
         events = self._epoll.poll(0)

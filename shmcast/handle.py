@@ -9,12 +9,15 @@ from typing import Any, Final, Self
 
 import attrs
 
+from shmcast.config import ENDPOINT
 from shmcast.errors import ProtocolError
 
 __all__ = ["Handle"]
 
 _VERSION: Final = 1
 TOKEN_BYTES: Final = 32
+_KEY_NAMES: Final = ("server_public_key", "client_public_key", "client_secret_key")
+_KEY_LENGTH: Final = 40
 
 
 @attrs.frozen(kw_only=True)
@@ -30,6 +33,8 @@ class Handle:
         local_reader_ranks: the ranks that attach on the writer's host.
         local_address: the name of the control socket in the abstract Unix namespace.
         token: the secret that a reader shows, in hexadecimal.
+        curve_keys: the writer's public key and the readers' public and secret key, in ZeroMQ's text
+            form; () where there are no remote readers, or with security "none".
     """
 
     endpoint: str | None
@@ -37,6 +42,7 @@ class Handle:
     local_reader_ranks: tuple[int, ...]
     local_address: str
     token: str = attrs.field(repr=False)
+    curve_keys: tuple[str, ...] = attrs.field(repr=False, default=())
 
     def to_json(self) -> str:
         """The handle as a JSON object; all secrets stand under `secrets`."""
@@ -47,7 +53,10 @@ class Handle:
                 "n_readers": self.n_readers,
                 "local_reader_ranks": list(self.local_reader_ranks),
                 "local_address": self.local_address,
-                "secrets": {"token": self.token},
+                "secrets": {
+                    "token": self.token,
+                    **dict(zip(_KEY_NAMES, self.curve_keys, strict=False)),
+                },
             }
         )
 
@@ -123,7 +132,11 @@ def _checked(content: Any) -> dict[str, Any]:
     endpoint, n_readers = content.get("endpoint"), content.get("n_readers")
     ranks, address = content.get("local_reader_ranks"), content.get("local_address")
     secrets = content.get("secrets")
-    need(endpoint is None or isinstance(endpoint, str), f"endpoint is {shown(endpoint)}")
+    need(
+        endpoint is None
+        or (isinstance(endpoint, str) and ENDPOINT.fullmatch(endpoint) is not None),
+        f"endpoint is {shown(endpoint)}",
+    )
     need(is_count(n_readers) and n_readers > 0, f"n_readers is {shown(n_readers)}")
     need(
         isinstance(ranks, list)
@@ -143,10 +156,17 @@ def _checked(content: Any) -> dict[str, Any]:
         and all(digit in "0123456789abcdef" for digit in token),
         "secrets.token is not a token",
     )
+    keys = tuple(secrets[name] for name in _KEY_NAMES if name in secrets)
+    need(
+        len(keys) in (0, len(_KEY_NAMES))
+        and all(isinstance(key, str) and len(key) == _KEY_LENGTH and key.isascii() for key in keys),
+        "secrets has keys that are none",
+    )
     return {
         "endpoint": endpoint,
         "n_readers": n_readers,
         "local_reader_ranks": tuple(ranks),
         "local_address": address,
         "token": token,
+        "curve_keys": keys,
     }

@@ -1,7 +1,9 @@
 """
 Object ⇄ stream and out-of-band buffers; how tensors are pickled. The only file that imports pickle.
 
-A stream is trusted: it comes from the same user on the same host, who proved to hold the handle.
+A stream is trusted where it comes from the same user on the same host, who proved to hold the
+handle, or from a writer that proved to have the queue's key. Any other goes through a list of what
+it may name.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import math
 import pickle
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 from shmcast._ring import Memory, StreamParts, copy_strided, new_bytearray
@@ -23,13 +25,16 @@ from shmcast.errors import ProtocolError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Pickler", "loads", "rebuild_parameter", "rebuild_tensor", "reduce_tensor"]
+__all__ = ["Pickler", "checked_loads", "loads", "rebuild_parameter", "rebuild_tensor", "reduce_tensor"]
 
 _PROTOCOL: Final = 5
 #: A kept pickler is thrown away after a longer stream: clearing the memo of a large one costs every
 #: later message (739 µs after one of 300,000 strings). A stream this short has a memo of 32 KiB at
 #: most, and for a longer one a new pickler does not matter.
 _KEPT_STREAM_BYTES: Final = 1024
+
+_CORES: Final = ("core", "_core")  # numpy before 2 and from 2 on
+_NUMPY_NAMES: Final = ("_reconstruct", "scalar")
 
 _Reduced = tuple[Any, ...]
 #: A pickler's `dump` and `clear_memo`, and the lists that it fills: stream parts and buffers.
@@ -129,6 +134,54 @@ class _BufferSink:
 
 #: The object of a stream and, as `buffers`, its out-of-band buffers, which the object may keep.
 loads = pickle.loads
+
+#: What a stream that nobody vouches for may name besides torch's dtypes: nothing that can run code.
+#: torch's own reduction of a tensor is not in it, since `_load_from_bytes` loads any pickle.
+_ALLOWED: Final = frozenset(
+    (
+        *(f"shmcast.pickler:{name}" for name in ("rebuild_tensor", "rebuild_parameter")),
+        *(f"torch:{name}" for name in ("Size", "device")),
+        *(f"numpy:{name}" for name in ("dtype", "ndarray")),
+        *(f"numpy.{core}.multiarray:{name}" for core in _CORES for name in _NUMPY_NAMES),
+        *(f"numpy.{core}.numeric:_frombuffer" for core in _CORES),
+        *(f"collections:{name}" for name in ("OrderedDict", "defaultdict", "deque")),
+        *(f"datetime:{name}" for name in ("date", "datetime", "time", "timedelta", "timezone")),
+        *(f"builtins:{name}" for name in ("bytearray", "complex", "frozenset", "range", "set", "slice")),
+    )
+)
+
+
+class _CheckedUnpickler(pickle.Unpickler):
+    def __init__(self, stream: Any, buffers: Any, allowed: frozenset[str]) -> None:
+        super().__init__(io.BytesIO(stream), buffers=buffers)
+        self._allowed = allowed
+
+    def find_class(self, module: str, name: str) -> Any:
+        wanted = f"{module}:{name}"
+        if module == "torch":
+            import torch
+
+            found = getattr(torch, name, None)
+            if isinstance(found, torch.dtype):
+                return found
+        if wanted not in self._allowed:
+            raise ProtocolError(f"the message names {wanted!r}, which `allow` does not have")
+        return super().find_class(module, name)
+
+
+def checked_loads(allow: Iterable[str]) -> Callable[..., Any]:
+    """
+    A `loads` for a stream that nobody vouches for: what it may name is listed.
+
+    Args:
+        allow: further names, such as "my.package:Step".
+    """
+    allowed = _ALLOWED | frozenset(allow)
+
+    def checked(stream: Any, *, buffers: Any = None) -> Any:
+        return _CheckedUnpickler(stream, buffers, allowed).load()
+
+    return checked
 
 
 def reduce_tensor(tensor: torch.Tensor) -> _Reduced:

@@ -10,8 +10,8 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, Final, Self, SupportsIndex
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Final, Self, SupportsIndex
 
 import attrs
 
@@ -49,17 +49,21 @@ from shmcast.errors import (
 )
 from shmcast.handle import TOKEN_BYTES, Handle
 from shmcast.layout import Layout
-from shmcast.pickler import Pickler, loads
+from shmcast.pickler import Pickler, checked_loads, loads
 from shmcast.segment import (
     FIXED_SIZE,
     FROZEN,
     Segment,
     add_seals,
     cpus_available,
+    map_file,
     new_frozen_file,
     new_memory_file,
     seals_of,
 )
+
+if TYPE_CHECKING:  # zmq is imported only where there are remote readers
+    from shmcast.remote import Peer, RemoteReader, RemoteRing, RemoteWriter
 
 __all__ = ["MessageQueue", "MessageReader", "QueueStats", "ReaderStats"]
 
@@ -318,25 +322,21 @@ class MessageQueue(_QueueEnd):
         config: the settings.
 
     Raises:
-        ConfigError: there is not enough memory for such a queue, or it has remote readers, which
-            this version has not.
+        ConfigError: there is not enough memory for such a queue, or `bind` is not an address of
+            this host, or a wildcard without keys.
     """
 
     def __init__(self, config: QueueConfig) -> None:
         if not isinstance(config, QueueConfig):
             raise TypeError(f"config = {config!r} is not allowed; allowed is a QueueConfig")
-        ranks = config.local_reader_ranks
-        if ranks is not None and len(ranks) < config.n_readers:
-            raise ConfigError(
-                f"local_reader_ranks = {ranks!r} leaves remote ranks, which this version "
-                f"does not have; allowed is None"
-            )
         self._config = config
         self._ranks = tuple(range(config.n_readers))
+        local_ranks = config.local_reader_ranks
+        self._local_ranks = self._ranks if local_ranks is None else tuple(sorted(local_ranks))
         self._address = f"shmcast-{secrets.token_hex(16)}"
         self._token = secrets.token_hex(TOKEN_BYTES)
         self._pickler = Pickler(config.oob_threshold_bytes)
-        self._spin_ns = _spin_ns(config.spin_us, config.n_readers)
+        self._spin_ns = _spin_ns(config.spin_us, len(self._local_ranks))
         self._nonce = 0
         # Losses that no call has reported so far: a signal may come between. By rank; with each
         # text whether it is no death, but damage.
@@ -345,9 +345,10 @@ class MessageQueue(_QueueEnd):
         self._fallbacks = 0
         self._losses = 0
         # Each holder's cursor at the last look, and when it had moved.
-        self._seen: weakref.WeakKeyDictionary[Holder, tuple[int, float]] = (
+        self._seen: weakref.WeakKeyDictionary[Holder | Peer, tuple[int, float]] = (
             weakref.WeakKeyDictionary()
         )
+        self._remote: RemoteWriter | None = None
         try:
             self._create(Layout.of(config))
         except OSError as error:
@@ -370,7 +371,7 @@ class MessageQueue(_QueueEnd):
             self._control = WriterControl(
                 address=self._address,
                 token=self._token,
-                ranks=self._ranks,
+                ranks=self._local_ranks,
                 descriptors=(self._segment.data_descriptor, self._segment.control_descriptor),
                 lock_file=lock_file,
                 new_epoch=self._ring.new_epoch,
@@ -378,12 +379,36 @@ class MessageQueue(_QueueEnd):
                 strike=self._ring.strike,
                 has_left=self._ring.has_left,
             )
+            undo.callback(self._control.close_descriptors)
+            if len(self._local_ranks) < len(self._ranks):
+                self._open_to_remote_ranks()
             undo.pop_all()
 
+    def _open_to_remote_ranks(self) -> None:
+        from shmcast.remote import RemoteWriter
+
+        assert self._config.bind is not None  # the config has seen to that
+        segment = self._segment
+        self._remote = RemoteWriter(
+            bind=self._config.bind,
+            security=self._config.security,
+            ranks=tuple(sorted({*self._ranks} - {*self._local_ranks})),
+            token=self._token,
+            window_bytes=self._config.arena_bytes,
+            place_of=lambda rank, epoch: RingReader(segment, rank, epoch),
+            new_epoch=self._ring.new_epoch,
+            admit=self._ring.admit,
+            strike=self._ring.strike,
+            has_left=self._ring.has_left,
+        )
+        self._control.watch(self._remote.claimed.descriptor)
+
     @staticmethod
-    def create_from_handle(handle: Handle, rank: SupportsIndex) -> MessageReader:
-        """Attach a reader to the handle's queue; the same as `MessageReader(handle, rank)`."""
-        return MessageReader(handle, rank)
+    def create_from_handle(
+        handle: Handle, rank: SupportsIndex, allow: Iterable[str] = ()
+    ) -> MessageReader:
+        """Attach a reader to the handle's queue; the same as `MessageReader(...)`."""
+        return MessageReader(handle, rank, allow)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
@@ -399,12 +424,14 @@ class MessageQueue(_QueueEnd):
         self._lock.check_not_forked()
         if self.closed:
             raise QueueClosed("this writer is closed")
+        remote = self._remote
         return Handle(
-            endpoint=None,
+            endpoint=remote.endpoint if remote else None,
             n_readers=self._config.n_readers,
-            local_reader_ranks=self._ranks,
+            local_reader_ranks=self._local_ranks,
             local_address=self._address,
             token=self._token,
+            curve_keys=remote.keys or () if remote else (),
         )
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
@@ -426,7 +453,7 @@ class MessageQueue(_QueueEnd):
             while True:
                 self._look("evict")
                 _ends.take_steps_of_others(self)
-                missing = self._control.missing_ranks
+                missing = self._missing_ranks()
                 if not missing:
                     return
                 self._check_open()
@@ -473,12 +500,16 @@ class MessageQueue(_QueueEnd):
                 stream, buffers = self._pickler.dumps(obj)
                 if self._ring.try_publish(stream, buffers):
                     self._publish_slowly(stream, buffers, math.inf)
+                elif self._remote is not None:
+                    self._send_chunk()
         else:
             deadline = _deadline(timeout)
             with self._lock.until(deadline, QueueFull):
                 stream, buffers = self._pickler.dumps(obj)
                 if self._ring.try_publish(stream, buffers):
                     self._publish_slowly(stream, buffers, deadline)
+                elif self._remote is not None:
+                    self._send_chunk()
 
     def stats(self) -> QueueStats:
         """
@@ -520,7 +551,11 @@ class MessageQueue(_QueueEnd):
                 match self._ring.try_claim(needed_bytes, has_looked):
                     case Claim.DONE if not in_file:
                         if self._ring.try_publish(stream, buffers, True) == Claim.DONE:
+                            if self._remote is not None:
+                                self._send_chunk()
                             return
+                    case Claim.DONE if self._remote and not self._remote.has_room(size_bytes):
+                        self._pause(wait, for_chunk=False)
                     case Claim.DONE:
                         if self._file is None:
                             self._nonce += 1
@@ -531,9 +566,12 @@ class MessageQueue(_QueueEnd):
                         if self._control.send_file(self._nonce, self._file, sent):
                             # Let go of first: whoever is interrupted must not close it twice.
                             file, self._file = self._file, None
+                            image = self._image_for_remote(file, size_bytes)
                             self._control.keep_file(self._nonce, file)
                             self._ring.publish_file(self._nonce, stream, buffers)
                             self._fallbacks += 1
+                            if self._remote is not None and image is not None:
+                                self._send_image(image, size_bytes)
                             return
                         self._pause(wait, for_chunk=False)
                     case Claim.FULL:
@@ -552,6 +590,20 @@ class MessageQueue(_QueueEnd):
                         )
         finally:
             self._drop_file()
+
+    def _send_chunk(self) -> None:
+        """Hand the message in the chunk that was just published to the remote ranks."""
+        layout = self._segment.layout
+        offset = layout.chunk_offset((self._ring.messages - 1) % layout.n_chunks)
+        self._send_image(memoryview(self._segment.data)[offset : offset + layout.chunk_bytes], 0)
+
+    def _send_image(self, image: Any, file_bytes: int) -> None:
+        assert self._remote is not None
+        number = self._ring.messages - 1
+        self._remote.publish(number, *read_image(image, number), file_bytes)
+
+    def _image_for_remote(self, file: int, size_bytes: int) -> Mapping | None:
+        return map_file(file, size_bytes, writable=False) if self._remote else None
 
     def _drop_file(self) -> None:
         file, self._file = self._file, None
@@ -597,7 +649,7 @@ class MessageQueue(_QueueEnd):
         self._ring.look_again_in(_LOOK_PAUSE_NS)
         now = time.monotonic()
         lags = self._ring.lags()
-        for holder in self._control.admitted():
+        for control, holder in self._holders():
             rank = holder.rank
             cursor = self._ring.messages - lags[rank]
             if self._seen.get(holder, (None,))[0] != cursor:
@@ -605,10 +657,10 @@ class MessageQueue(_QueueEnd):
             text, is_damage = None, False
             try:
                 # Who left before it died has left.
-                is_dead = self._control.is_dead(holder)
+                is_dead = control.is_dead(holder)
                 if self._ring.has_left(rank):
                     _log.info("%s has left", self._who(rank))
-                    self._control.vacate(rank)
+                    control.vacate(rank)
                     continue
                 if is_dead:
                     text = f"died {lags[rank]} messages behind"
@@ -619,8 +671,8 @@ class MessageQueue(_QueueEnd):
             if text is not None:
                 self._unreported[rank] = f"{self._who(rank)} {text}", is_damage
                 self._losses += 1
-                self._control.vacate(rank)
-        self._control.serve()
+                control.vacate(rank)
+        self._step()
         if not self._unreported:
             return
         lost, self._unreported = dict(sorted(self._unreported.items())), {}
@@ -632,13 +684,27 @@ class MessageQueue(_QueueEnd):
         else:
             raise ReaderLost(report, tuple(lost))
 
+    def _holders(self) -> Iterator[tuple[Any, Holder | Peer]]:
+        """Every admitted reader, and who is in charge of it."""
+        for control in filter(None, (self._control, self._remote)):
+            for holder in control.admitted():
+                yield control, holder
+
+    def _holder_of(self, rank: int) -> Holder | Peer | None:
+        holder = self._control.holders.get(rank)
+        return holder or (self._remote.holders.get(rank) if self._remote else None)
+
+    def _missing_ranks(self) -> tuple[int, ...]:
+        missing = self._control.missing_ranks
+        return tuple(sorted((*missing, *self._remote.missing_ranks))) if self._remote else missing
+
     def _ranks_behind(self) -> tuple[int, ...]:
         """The ranks that are furthest behind."""
         lags = self._ring.lags()
         return tuple(rank for rank, lag in enumerate(lags) if lag and lag == max(lags))
 
     def _who(self, rank: int) -> str:
-        holder = self._control.holders.get(rank)
+        holder = self._holder_of(rank)
         return f"rank {rank} (pid {holder.pid})" if holder else f"rank {rank} (not attached)"
 
     def _lag_text(self, ranks: tuple[int, ...]) -> str:
@@ -646,7 +712,7 @@ class MessageQueue(_QueueEnd):
         texts = []
         for rank in ranks:
             text = f"{self._who(rank)} is {lags[rank]} messages behind"
-            holder = self._control.holders.get(rank)
+            holder = self._holder_of(rank)
             if holder is not None and holder in self._seen:
                 text += f", last seen {now - self._seen[holder][1]:.3g} s ago"
             texts.append(text)
@@ -655,10 +721,12 @@ class MessageQueue(_QueueEnd):
     @property
     def _is_attaching(self) -> bool:
         control = getattr(self, "_control", None)
-        return control is not None and bool(control.missing_ranks)
+        return control is not None and bool(self._missing_ranks())
 
     def _step(self) -> None:
         self._control.serve()
+        if self._remote is not None:
+            self._remote.serve()
 
     def _finish(self) -> None:
         # Nothing can be published any more, so what the closing mark says is true.
@@ -667,6 +735,8 @@ class MessageQueue(_QueueEnd):
             parts.callback(self._segment.close)
             parts.callback(self._drop_lock_file)
             parts.callback(self._control.close)
+            if self._remote is not None:
+                parts.callback(self._remote.close)
         _ends.discard(self)
         # The mappings end here, unless another thread is still on its way out of a call. The last
         # line, since a signal may interrupt this and `close` come again.
@@ -694,30 +764,54 @@ class MessageReader(_QueueEnd):
     Args:
         handle: from the writer's `export_handle`.
         rank: which reader this is.
+        allow: for a remote rank of a queue with security "none": what its messages may name
+            besides plain data, tensors and arrays, such as "my.package:Step".
 
     Raises:
-        ValueError: the queue has no such rank on this host.
+        ValueError: the queue has no such rank.
         WriterLost: there is no writer at this address.
         AuthenticationError: the socket belongs to another user.
     """
 
-    def __init__(self, handle: Handle, rank: SupportsIndex) -> None:
+    def __init__(
+        self, handle: Handle, rank: SupportsIndex, allow: Iterable[str] = ()
+    ) -> None:
         if not isinstance(handle, Handle):
             raise TypeError(f"handle = {handle!r} is not allowed; allowed is a Handle")
         is_number = isinstance(rank, SupportsIndex) and not isinstance(rank, bool)
-        if not is_number or operator.index(rank) not in handle.local_reader_ranks:
-            raise ValueError(
-                f"rank = {rank!r} is not allowed; allowed is one of {handle.local_reader_ranks}"
-            )
+        ranks = handle.local_reader_ranks if handle.endpoint is None else range(handle.n_readers)
+        if not is_number or operator.index(rank) not in ranks:
+            raise ValueError(f"rank = {rank!r} is not allowed; allowed is one of {tuple(ranks)}")
         self._rank = operator.index(rank)
         self._address = handle.local_address
         self._fallbacks = 0
         # Why it can never be admitted: the error's class and arguments.
         self._failure: tuple[type[Exception], tuple[Any, ...]] | None = None
         self._take: Callable[[], Any] = _nothing  # the ring's, once admitted
-        self._control = ReaderControl.connect(self._address, handle.token, self._rank)
+        self._loads = loads
+        self._warn_after_s = QueueConfig().warn_after_s
+        self._spin_ns = 0
+        self._control: ReaderControl | RemoteReader
+        self._ring: RingReader | RemoteRing
+        if self._rank in handle.local_reader_ranks:
+            self._control = ReaderControl.connect(self._address, handle.token, self._rank)
+        else:
+            self._connect_to(handle, allow)
         self._lock = EndLock("reader")
         _ends.add(self)
+
+    def _connect_to(self, handle: Handle, allow: Iterable[str]) -> None:
+        from shmcast.remote import CurveKeys, RemoteReader
+
+        assert handle.endpoint is not None  # else there is no such rank
+        keys = CurveKeys(*handle.curve_keys) if handle.curve_keys else None
+        if keys is None:  # nobody vouches for what comes
+            self._loads = checked_loads(allow)
+        self._control = remote = RemoteReader(
+            endpoint=handle.endpoint, keys=keys, token=handle.token, rank=self._rank
+        )
+        self._ring = remote.ring
+        self._take = remote.ring.try_take  # nothing, until this reader is admitted
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
@@ -813,11 +907,11 @@ class MessageReader(_QueueEnd):
         """The object of what was taken from the ring, whose chunk is given back in any case."""
         try:
             if type(taken) is bytes:
-                return loads(taken)
+                return self._loads(taken)
             if type(taken) is int:
                 return self._load_file(taken)
             stream, buffers = taken
-            return loads(stream, buffers=buffers)
+            return self._loads(stream, buffers=buffers)
         finally:
             self._ring.release()
 
@@ -827,7 +921,7 @@ class MessageReader(_QueueEnd):
         except QueueNotReady as error:
             raise QueueEmpty(str(error)) from error
         ring = self._ring
-        wait = _Wait(deadline, self._segment.layout.warn_after_s, self._spin_ns)
+        wait = _Wait(deadline, self._warn_after_s, self._spin_ns)
         while True:
             slice_s = wait.slice_s()
             if slice_s:
@@ -940,6 +1034,7 @@ class MessageReader(_QueueEnd):
             self._segment = Segment.attach(data, control)
             self._ring = RingReader(self._segment, self._rank, self._control.epoch)
             layout = self._segment.layout
+            self._warn_after_s = layout.warn_after_s
             self._spin_ns = _spin_ns(layout.spin_us, layout.n_readers)
             self._control.confirm()
             self._control.step()
@@ -952,8 +1047,9 @@ class MessageReader(_QueueEnd):
     def _finish(self) -> None:
         with contextlib.ExitStack() as parts:
             parts.callback(self._control.close)
-            if hasattr(self, "_ring"):
+            if hasattr(self, "_segment"):
                 parts.callback(self._segment.close)
+            if hasattr(self, "_ring"):
                 self._ring.leave()
         _ends.discard(self)
         # The mappings end here, unless another thread is still on its way out of a call. The last

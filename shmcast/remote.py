@@ -1,0 +1,1222 @@
+"""
+Frames over ZeroMQ: how messages reach readers on other hosts. Pickle is not known here.
+
+The writer has a ROUTER socket, each reader a DEALER. A connection may be cut at any time; the
+attachment, which its session names, goes on over the next one::
+
+    reader                                      writer
+      HELLO session, token                  →     wait for a call of the writer
+                                            ←   ADMISSION the first message's number
+                                            ←   MESSAGE number, stream, buffers
+      ACK the next number to be taken       →     the messages below it are released
+      RESUME the next number to arrive      →     after a cut: go on from there
+                                            ←   CLOSING how many messages there are
+      DONE                                  →     all of them have arrived
+      LEAVE                                 →     do not wait for this reader any more
+      BEAT                                 ←→     every second
+
+To the ring a remote rank is a reader like any other: the writer's I/O thread holds its place there
+and moves its cursor when the messages are acknowledged and ZeroMQ has let go of their memory. So
+the ring is the window, a full one makes the writer wait, and nothing is copied on the way.
+
+A connection that ends is no death: the reader connects again. Lost is who does not come back within
+5 s; who is connected but silent is stalled, and is waited for, as one on this host would be.
+
+One thread per process, and no more, touches the sockets. It exists while there are remote ends.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import hmac
+import ipaddress
+import itertools
+import logging
+import multiprocessing.util
+import os
+import secrets
+import select
+import signal
+import socket as net
+import stat
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import attrs
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from shmcast._ring import RingReader
+from shmcast.errors import (
+    AuthenticationError,
+    ConfigError,
+    ProtocolError,
+    QueueClosed,
+    ShmcastError,
+    WriterLost,
+)
+
+__all__ = ["CurveKeys", "Peer", "RemoteReader", "RemoteRing", "RemoteWriter"]
+
+_log = logging.getLogger("shmcast.remote")
+
+# Magic and version, kind, rank, session, number, bytes of the frames that follow.
+_HEADER: Final = struct.Struct("<8sIIQQQ")
+_MAGIC: Final = b"shmcast\x01"
+_HELLO, _RESUME, _ACK, _DONE, _LEAVE, _BEAT = range(1, 7)
+_ADMISSION, _MESSAGE, _CLOSING, _EVICTION, _REFUSAL, _DENIAL = range(7, 13)
+
+_BEAT_S: Final = 1.0
+#: How long an end whose connection was cut is waited for.
+RESUME_S: Final = 5.0
+_LINGER_S: Final = 10.0  # how long a closed writer goes on until everything has arrived
+_GREETING_S: Final = 5.0  # a peer that does not get through the handshake for this long is dropped
+_RETRY_S: Final = 0.05
+_TRACKER_S: Final = 0.001  # when to ask again whether ZeroMQ has let go of a message's memory
+_MOST_ASKED_BYTES: Final = 1024  # of a frame that a reader sends
+#: ZeroMQ copies what is smaller. Such a frame may lie at any address, so it is copied on arrival.
+_ALIASED_BYTES: Final = 64 * 1024
+_BATCH: Final = 100  # how many messages one socket is served in turn
+
+_DISCONNECTED: Final = zmq.EVENT_DISCONNECTED
+_FAILURES: Final = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+
+
+class CurveKeys(NamedTuple):
+    """The keys of one queue, in ZeroMQ's text form: the writer's and the readers'."""
+
+    server_public: str
+    client_public: str
+    client_secret: str
+
+
+# --- frames ---------------------------------------------------------------------------------------
+
+
+class _Header(NamedTuple):
+    kind: int
+    rank: int
+    session: int
+    number: int
+
+
+def _pack(kind: int, rank: int, session: int, number: int, body: list[Any]) -> bytes:
+    body_bytes = sum(len(frame) for frame in body)
+    return _HEADER.pack(_MAGIC, kind, rank, session, number, body_bytes)
+
+
+def _unpack(frame: Any, body_bytes: int) -> _Header:
+    """
+    The header in this frame.
+
+    Raises:
+        ProtocolError: it is none of this version, or does not fit what follows.
+    """
+    start = bytes(frame[: len(_MAGIC)])
+    if start != _MAGIC:
+        if start[:-1] == _MAGIC[:-1]:
+            raise ProtocolError(f"the peer has version {start[-1]}, this one {_MAGIC[-1]}")
+        raise ProtocolError("no shmcast peer")
+    if len(frame) != _HEADER.size:
+        raise ProtocolError(f"a header of {len(frame)} bytes instead of {_HEADER.size}")
+    _, kind, rank, session, number, length = _HEADER.unpack(frame)
+    if length != body_bytes:
+        raise ProtocolError(f"{body_bytes} bytes follow a header that says {length}")
+    return _Header(kind, rank, session, number)
+
+
+def _received(socket: zmq.Socket[bytes], *, copy: bool) -> Iterator[list[Any]]:
+    for _ in range(_BATCH):
+        try:
+            yield socket.recv_multipart(zmq.NOBLOCK, copy=copy)
+        except zmq.Again:
+            return
+
+
+def _monitored(monitor: zmq.Socket[bytes]) -> Iterator[int]:
+    """The events that have come."""
+    while monitor.poll(0):
+        yield int(recv_monitor_message(monitor)["event"])
+
+
+# --- addresses ------------------------------------------------------------------------------------
+
+
+def _split(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _join(host: str, port: int) -> str:
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def _address_of(host: str, port: int, flags: int = 0) -> str:
+    """The host as a number; raises OSError."""
+    found = net.getaddrinfo(host, port, type=net.SOCK_STREAM, flags=flags)
+    # IPv4 first: a name may have both, and the other side tries one.
+    found.sort(key=lambda entry: entry[0] != net.AF_INET)
+    address = found[0][4]
+    return str(address[0])
+
+
+def _is_wildcard(address: str) -> bool:
+    ip = ipaddress.ip_address(address)
+    mapped = getattr(ip, "ipv4_mapped", None)
+    return ip.is_unspecified or (mapped is not None and mapped.is_unspecified)
+
+
+# --- the I/O thread -------------------------------------------------------------------------------
+
+
+class _Event:
+    """What one thread waits for and others set; its descriptor closes with the object."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poll = select.poll()
+        self._poll.register(self.descriptor, select.POLLIN)
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+    def set(self) -> None:
+        os.eventfd_write(self.descriptor, 1)
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it was not set
+            os.eventfd_read(self.descriptor)
+
+    def wait(self, timeout_s: float) -> None:
+        self._poll.poll(timeout_s * 1e3)
+
+
+class _Link:
+    """An end's sockets, which only the loop's thread touches; it calls `run`."""
+
+    is_closing = False
+    is_done = False
+    port: int
+
+    def begin(self) -> None:
+        """Called once, before all else."""
+
+    def run(self, now: float, ready: dict[Any, int]) -> float:
+        """Do what there is to do; returns when to call again at the latest."""
+        raise NotImplementedError
+
+    def abort(self, error: str) -> None:
+        """Close the sockets at once."""
+        raise NotImplementedError
+
+
+class _Loop:
+    """The one I/O thread of this process; it ends with its last link."""
+
+    current: _Loop | None = None
+    lock = threading.RLock()  # reentrant, since a signal handler may make an end too
+
+    def __init__(self) -> None:
+        self.context = zmq.Context()
+        self.allowed_keys: dict[str, str] = {}  # the readers' public key of each queue, by domain
+        self.n_users = 0
+        self.poller = zmq.Poller()
+        self._wake = _Event()
+        self.poller.register(self._wake.descriptor, zmq.POLLIN)
+        self._zap = self.context.socket(zmq.REP)
+        self._zap.bind("inproc://zeromq.zap.01")
+        self.poller.register(self._zap, zmq.POLLIN)
+        self._new_links: collections.deque[_Link] = collections.deque()
+        self.links: list[_Link] = []
+        self._is_exiting = False
+        self._thread = threading.Thread(target=self._run, name="shmcast-remote", daemon=True)
+        # Not `atexit`, which the children of `multiprocessing` leave out.
+        multiprocessing.util.Finalize(None, self._at_exit, exitpriority=0)
+
+    @classmethod
+    def enter(cls) -> _Loop:
+        """The loop, for one more link; `leave` or a link that is done gives it back."""
+        with cls.lock:
+            loop = cls.current or cls()
+            loop.n_users += 1
+            if cls.current is None:
+                loop._thread.start()
+                cls.current = loop
+            return loop
+
+    def leave(self) -> None:
+        with self.lock:
+            self.n_users -= 1
+            if self.n_users == 0 and _Loop.current is self:
+                _Loop.current = None
+        self.wake()
+
+    def add(self, link: _Link) -> None:
+        self._new_links.append(link)
+        self.wake()
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def watch(self, *sockets: zmq.Socket[bytes]) -> None:
+        for socket in sockets:
+            self.poller.register(socket, zmq.POLLIN)
+
+    def drop(self, *sockets: zmq.Socket[bytes], linger_ms: int = 0) -> None:
+        for socket in sockets:
+            self.poller.unregister(socket)
+            socket.close(linger_ms)
+
+    def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the callers'
+        next_at = 0.0
+        while self.n_users or self.links:
+            timeout_ms = min(max(0.0, next_at - time.monotonic()), _BEAT_S) * 1e3
+            ready = dict(self.poller.poll(int(timeout_ms) + 1 if timeout_ms else 0))
+            self._wake.clear()
+            if self._zap in ready:
+                self._answer_zap()
+            while self._new_links:
+                self.links.append(self._new_links[0])
+                self._new_links.popleft().begin()
+            now = time.monotonic()
+            next_at = now + _BEAT_S
+            for link in list(self.links):
+                try:
+                    if self._is_exiting and not link.is_closing:
+                        link.abort("this process ends")
+                    if not link.is_done:
+                        next_at = min(next_at, link.run(now, ready))
+                except Exception as error:
+                    _log.exception("an end with remote peers failed")
+                    link.abort(f"its I/O failed: {error!r}")
+                if link.is_done:
+                    self.links.remove(link)
+                    self.leave()
+        self._zap.close(0)
+        self.context.term()
+
+    def _answer_zap(self) -> None:
+        """Let in who has the keys of the queue that was asked for (ZeroMQ's RFC 27)."""
+        for request in _received(self._zap, copy=True):
+            version, request_id, domain, _address, _identity, mechanism, *credentials = request
+            key = self.allowed_keys.get(domain.decode("ascii", "replace"))
+            allowed = (
+                key is not None
+                and mechanism == b"CURVE"
+                and len(credentials) == 1
+                and hmac.compare_digest(credentials[0], z85.decode(key))
+            )
+            code, text = (b"200", b"OK") if allowed else (b"400", b"unknown key")
+            self._zap.send_multipart([version, request_id, code, text, b"", b""])
+
+    def _at_exit(self) -> None:
+        """Wait for the writers that have closed and have not been heard by all."""
+        self._is_exiting = True
+        self.wake()
+        self._thread.join(_LINGER_S + 1)
+
+    @classmethod
+    def after_fork_in_child(cls) -> None:
+        """
+        The child has no such thread, and keeps no connection of its parent open after its death.
+
+        ZeroMQ does not say which descriptors are its own; the ports do.
+        """
+        cls.lock = threading.RLock()
+        loop, cls.current = cls.current, None
+        if loop is None:
+            return
+        _inherited.append(loop)  # never freed: ZeroMQ would touch what is the parent's
+        ports = {link.port for link in loop.links}
+        for name in os.listdir("/proc/self/fd"):
+            descriptor = int(name)
+            with contextlib.suppress(OSError):
+                if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                    continue
+                with net.socket(fileno=os.dup(descriptor)) as found:
+                    if found.family not in (net.AF_INET, net.AF_INET6):
+                        continue
+                    own = {found.getsockname()[1]}
+                    with contextlib.suppress(OSError):  # it listens
+                        own.add(found.getpeername()[1])
+                    if own & ports:
+                        os.close(descriptor)
+
+
+_inherited: list[_Loop] = []
+os.register_at_fork(after_in_child=_Loop.after_fork_in_child)
+
+
+def _set_common_options(socket: zmq.Socket[bytes], address: str) -> None:
+    socket.linger = 0
+    socket.ipv6 = ":" in address
+    socket.sndhwm = socket.rcvhwm = 0  # the window is the limit
+    socket.handshake_ivl = int(_GREETING_S * 1e3)
+    # A host that has gone without a word: 25 s if there was nothing to send, else 60 s.
+    socket.tcp_keepalive = 1
+    socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = 10, 5, 3
+    socket.set(zmq.TCP_MAXRT, 60_000)
+
+
+# --- the writer's side ----------------------------------------------------------------------------
+
+
+class _Message(NamedTuple):
+    stream: memoryview
+    buffers: list[memoryview]
+    file_bytes: int
+
+
+@attrs.define(eq=False)
+class Peer:
+    """
+    One attachment of a remote rank; or its claim, until it is admitted.
+
+    The I/O thread stores where no other owner is named.
+    """
+
+    rank: int
+    session: int
+    pid: str  # with the host that it is on
+    identity: bytes | None  # of its connection, None while that is cut
+    claimed_at: float
+    heard_at: float
+    cut_at: float | None = None
+    fault: str | None = None  # what it did against the protocol
+    is_done: bool = False  # whether everything has arrived there
+    # Stored by the writer's end.
+    is_over: bool = False
+    is_admitted: bool = False
+    start: int | None = None
+    place: RingReader | None = None  # used by the I/O thread from `_start` on
+    # The messages that were sent over the present connection, with what tells that ZeroMQ has let
+    # go of their memory; and the same of earlier connections.
+    is_started: bool = False
+    is_told: bool = False  # over the present connection, that nothing follows
+    next_number: int = 0  # to send
+    sent_number: int = 0  # the same over all connections
+    acked: int = 0
+    released: int = 0
+    sent: collections.deque[tuple[int, list[zmq.MessageTracker]]] = attrs.field(
+        factory=collections.deque
+    )
+    unfinished: list[zmq.MessageTracker] = attrs.field(factory=list)
+
+
+class RemoteWriter(_Link):
+    """
+    The writer's side: who is attached from other hosts, and the messages on their way.
+
+    The methods without an underscore are for the writer's end, under its lock, but for `close`.
+
+    Args:
+        bind: the address to bind, such as "tcp://192.0.2.1:0".
+        security: "curve" or "none".
+        ranks: the ranks that may attach.
+        token: what a reader must show.
+        window_bytes: how many bytes of messages too large for a chunk may be on their way.
+        place_of: what holds the place of a rank and epoch in the ring.
+        new_epoch, admit, strike, has_left: the ring's.
+
+    Raises:
+        ConfigError: the address can't be bound, or is a wildcard without keys.
+    """
+
+    def __init__(
+        self,
+        *,
+        bind: str,
+        security: str,
+        ranks: tuple[int, ...],
+        token: str,
+        window_bytes: int,
+        place_of: Callable[[int, int], RingReader],
+        new_epoch: Callable[[int], int],
+        admit: Callable[[int, bool], int],
+        strike: Callable[[int], None],
+        has_left: Callable[[int], bool],
+    ) -> None:
+        self.ranks = ranks
+        self.holders: dict[int, Peer] = {}
+        self.keys: CurveKeys | None = None
+        self._token = token.encode()
+        self._window_bytes = window_bytes
+        self._place_of, self._new_epoch = place_of, new_epoch
+        self._admit, self._strike, self._has_left = admit, strike, has_left
+        self._never_admitted = set(ranks)
+        self._waiting: list[Peer] = []
+        self._filed_bytes = 0  # put into files, all together
+        self.claimed = _Event()  # set when a claim has come
+
+        # From here on the I/O thread's, but for the two queues between it and the writer's end.
+        self._commands: collections.deque[Callable[[], None]] = collections.deque()
+        self._claims: collections.deque[Peer] = collections.deque()
+        self._peers: dict[int, Peer] = {}  # by session
+        self._by_identity: dict[bytes, Peer] = {}
+        self._messages: dict[int, _Message] = {}
+        self._least = 0  # the first message that is kept
+        self._published = 0
+        self._unclaimed = set(ranks)
+        self._freed_bytes = 0  # of those in files
+        self._beat_at = 0.0
+        self._release_at = float("inf")
+        self._give_up_at = float("inf")
+        self._domain = f"shmcast-{secrets.token_hex(8)}"
+        self._loop = _Loop.enter()
+        try:
+            self._bind(bind, security)
+        except BaseException:
+            self._loop.allowed_keys.pop(self._domain, None)
+            self._loop.leave()
+            raise
+        self._loop.add(self)
+
+    def _bind(self, bind: str, security: str) -> None:
+        host, port = _split(bind)
+        refusal = f"bind = {bind!r} is not allowed"
+        try:
+            address = "0.0.0.0" if host == "*" else _address_of(host, port, net.AI_PASSIVE)  # noqa: S104  # refused below, if without keys
+        except OSError as error:
+            raise ConfigError(f"{refusal}: {error.strerror}") from error
+        if security == "none" and _is_wildcard(address):
+            raise ConfigError(
+                f"{refusal} with security = 'none': anyone could attach on every interface; "
+                f"allowed is one address of this host"
+            )
+        self._socket = self._loop.context.socket(zmq.ROUTER)
+        try:
+            _set_common_options(self._socket, address)
+            self._socket.router_mandatory = True
+            self._socket.maxmsgsize = _MOST_ASKED_BYTES
+            if security == "curve":
+                if not zmq.has("curve"):
+                    raise ConfigError("security = 'curve' needs a pyzmq that has CURVE")
+                server_public, server_secret = zmq.curve_keypair()
+                client_public, client_secret = zmq.curve_keypair()
+                self.keys = CurveKeys(
+                    server_public.decode(), client_public.decode(), client_secret.decode()
+                )
+                self._loop.allowed_keys[self._domain] = self.keys.client_public
+                self._socket.curve_server = True
+                self._socket.curve_secretkey = server_secret
+                self._socket.zap_domain = self._domain.encode()
+            self._monitor = self._socket.get_monitor_socket(_DISCONNECTED)
+            try:
+                self._socket.bind(_join(address, port))
+            except zmq.ZMQError as error:
+                raise ConfigError(
+                    f"{refusal}: {error.strerror}; allowed is a free port at an address of "
+                    f"this host"
+                ) from error
+            _, self.port = _split(self._socket.last_endpoint.decode())
+        except BaseException:
+            self._socket.disable_monitor()
+            self._socket.close(0)
+            raise
+        # A wildcard is no address for others; the name is what they can resolve, if anything.
+        self.endpoint = _join(net.gethostname() if _is_wildcard(address) else host, self.port)
+
+    # --- for the writer's end ---
+
+    @property
+    def missing_ranks(self) -> tuple[int, ...]:
+        """The ranks that no admitted reader holds, as far as is known."""
+        attached = {
+            peer.rank
+            for peer in self.admitted()
+            if peer.cut_at is None and not self._has_left(peer.rank)
+        }
+        return tuple(rank for rank in self.ranks if rank not in attached)
+
+    def admitted(self) -> Iterator[Peer]:
+        """The peers that the writer waits for."""
+        return (peer for peer in list(self.holders.values()) if peer.is_admitted)
+
+    def is_dead(self, peer: Peer) -> bool:
+        """
+        Whether its connection was cut and it did not come back.
+
+        Raises:
+            ProtocolError: it does not keep to the protocol.
+        """
+        if peer.fault is not None:
+            raise ProtocolError(f"rank {peer.rank} (pid {peer.pid}) {peer.fault}")
+        cut_at = peer.cut_at
+        return cut_at is not None and time.monotonic() - cut_at > RESUME_S
+
+    def vacate(self, rank: int) -> None:
+        """End a rank's attachment, which has left or died; it may be claimed from now on."""
+        self._strike(rank)
+        peer = self.holders.pop(rank)
+        peer.is_over = True
+        self._command(functools.partial(self._forget, peer, _EVICTION, ""))
+
+    def serve(self) -> None:
+        """Decide on the claims that have come; never waits."""
+        self.claimed.clear()
+        while self._claims:
+            self._waiting.append(self._claims[0])
+            self._claims.popleft()
+        self._waiting = [peer for peer in self._waiting if not self._decide(peer)]
+
+    def _decide(self, peer: Peer) -> bool:
+        """Whether the claim is decided; else it waits until a death has been handled."""
+        if peer.is_over or peer.is_admitted:
+            return True
+        holder = self.holders.get(peer.rank)
+        if holder is not None and holder.is_admitted and self._has_left(peer.rank):
+            self.vacate(peer.rank)
+            holder = None
+        if holder is None or holder is peer or holder.is_over:
+            self._take_in(peer)
+            return True
+        if holder.cut_at is not None:
+            return False
+        silence_s = time.monotonic() - peer.claimed_at
+        if holder.heard_at <= peer.claimed_at and silence_s < RESUME_S:
+            self._command(functools.partial(self._send, holder, _BEAT))  # it may have died just now
+            return False
+        peer.is_over = True
+        text = f"rank {peer.rank} is held by process {holder.pid}, which is alive"
+        self._command(functools.partial(self._forget, peer, _REFUSAL, text))
+        return True
+
+    def _take_in(self, peer: Peer) -> None:
+        # A signal may come at any line. Then the reader's next HELLO leads here again.
+        rank = peer.rank
+        self.holders[rank] = peer
+        if peer.start is None:
+            place = self._place_of(rank, self._new_epoch(rank))
+            start = self._admit(rank, rank in self._never_admitted)
+            place.begin(start)
+            peer.place, peer.start = place, start
+        self._never_admitted.discard(rank)
+        self._command(functools.partial(self._start, peer))
+        peer.is_admitted = True
+
+    def has_room(self, file_bytes: int) -> bool:
+        """Whether a message in a file of this size may follow those that are on their way."""
+        on_their_way = self._filed_bytes - self._freed_bytes
+        return not on_their_way or on_their_way + file_bytes <= self._window_bytes
+
+    def publish(
+        self, number: int, stream: memoryview, buffers: list[memoryview], file_bytes: int = 0
+    ) -> None:
+        """Send a message that was published; its memory stays as it is until it is released."""
+        self._filed_bytes += file_bytes
+        message = _Message(stream, buffers, file_bytes)
+        self._command(functools.partial(self._take_message, number, message))
+
+    def close(self) -> None:
+        """Tell every reader that nothing follows; the I/O thread goes on until all have heard."""
+        if not self.is_closing:
+            self._command(self._begin_closing)
+            self.is_closing = True
+
+    def _command(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        self._loop.wake()
+
+    # --- in the I/O thread ---
+
+    def begin(self) -> None:
+        """Watch the socket."""
+        self._loop.watch(self._socket, self._monitor)
+
+    def run(self, now: float, ready: dict[Any, int]) -> float:
+        """Take commands and frames, send what is due, release what is done."""
+        while self._commands:
+            self._commands.popleft()()
+        if self._socket in ready:
+            for identity, *frames in _received(self._socket, copy=True):
+                self._take(now, identity, frames)
+        was_cut = self._monitor in ready and any([*_monitored(self._monitor)])
+        if was_cut or now >= self._beat_at:
+            # A connection that has ended shows only when something is sent.
+            self._beat_at = now + _BEAT_S
+            for peer in list(self._by_identity.values()):
+                self._send(peer, _BEAT)
+        self._release_at = float("inf")
+        for peer in list(self._peers.values()):
+            self._serve_peer(now, peer)
+        self._prune()
+        if self._give_up_at < float("inf") and (
+            now >= self._give_up_at or not any(map(self._is_awaited, self._peers.values()))
+        ):
+            self._finish(500)
+        return min(self._beat_at, self._release_at, self._give_up_at)
+
+    def abort(self, error: str) -> None:
+        """Close at once; the readers see a cut."""
+        for peer in self._peers.values():
+            peer.fault = error
+        self._finish(0)
+
+    def _finish(self, linger_ms: int) -> None:
+        self._loop.allowed_keys.pop(self._domain, None)
+        self._socket.disable_monitor()
+        self._loop.drop(self._monitor)
+        self._loop.drop(self._socket, linger_ms=linger_ms)
+        self._messages.clear()
+        self.is_done = True
+
+    def _is_awaited(self, peer: Peer) -> bool:
+        return peer.is_started and not peer.is_over and not peer.is_done
+
+    def _begin_closing(self) -> None:
+        self._give_up_at = time.monotonic() + _LINGER_S
+        for peer in list(self._peers.values()):
+            if not peer.is_started:
+                self._forget(peer, _CLOSING)
+
+    def _take_message(self, number: int, message: _Message) -> None:
+        self._messages[number] = message
+        self._published = number + 1
+
+    def _start(self, peer: Peer) -> None:
+        assert peer.start is not None
+        self._unclaimed.discard(peer.rank)
+        if not peer.is_started:
+            peer.is_started = True
+            peer.next_number = peer.sent_number = peer.acked = peer.released = peer.start
+        self._send(peer, _ADMISSION, number=peer.start, body=[str(os.getpid()).encode()])
+
+    def _forget(self, peer: Peer, kind: int, text: str = "") -> None:
+        peer.is_over = True
+        self._send(peer, kind, body=[text.encode()])
+        self._peers.pop(peer.session, None)
+        self._disconnect(peer)
+
+    def _disconnect(self, peer: Peer) -> None:
+        if peer.identity is not None:
+            del self._by_identity[peer.identity]
+            peer.identity = None
+        for _, trackers in peer.sent:
+            peer.unfinished += trackers
+        peer.sent.clear()
+
+    def _send(self, peer: Peer, kind: int, number: int = 0, body: list[Any] | None = None) -> bool:
+        """Send to a peer, unless its connection is found to have ended."""
+        if peer.identity is None:
+            return False
+        body = body or []
+        header = _pack(kind, peer.rank, peer.session, number, body)
+        try:
+            self._socket.send_multipart([peer.identity, header, *body], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            self._disconnect(peer)
+            peer.cut_at = time.monotonic()
+            return False
+        return True
+
+    def _take(self, now: float, identity: bytes, frames: list[Any]) -> None:
+        peer = self._by_identity.get(identity)
+        try:
+            if not frames:
+                raise ProtocolError("a message without frames")
+            header = _unpack(frames[0], sum(map(len, frames[1:])))
+            if header.kind in (_HELLO, _RESUME):
+                self._greet(now, identity, header, frames[1:])
+                return
+            if peer is None or header.session != peer.session or header.rank != peer.rank:
+                raise ProtocolError(f"a frame of kind {header.kind} is out of turn")
+            self._take_from(now, peer, header)
+        except ProtocolError as error:
+            _log.info("the writer at %s refused a peer: %s", self.endpoint, error)
+            if peer is not None:
+                peer.fault = f"broke the protocol: {error}"
+            self._answer(identity, _REFUSAL, str(error))
+
+    def _answer(self, identity: bytes, kind: int, text: str, session: int = 0) -> None:
+        """Answer somebody who is no peer, or has gone."""
+        body = [text.encode()]
+        with contextlib.suppress(zmq.ZMQError):
+            header = _pack(kind, 0, session, 0, body)
+            self._socket.send_multipart([identity, header, *body], zmq.NOBLOCK)
+
+    def _greet(self, now: float, identity: bytes, header: _Header, body: list[Any]) -> None:
+        kind, rank, session, number = header
+        token, who = body if len(body) == 2 else (b"", b"")
+        if not hmac.compare_digest(token, self._token):
+            self._answer(identity, _DENIAL, "the token is not the one of this queue", session)
+            return
+        if rank not in self.ranks:
+            text = f"rank {rank} is not one of {list(self.ranks)}"
+            self._answer(identity, _REFUSAL, text, session)
+            return
+        peer = self._peers.get(session)
+        if peer is None:
+            if kind == _RESUME or self.is_closing:
+                self._answer(identity, _EVICTION if kind == _RESUME else _CLOSING, "", session)
+                return
+            pid = "".join(char if char.isprintable() else "?" for char in who.decode("utf-8", "replace"))
+            peer = self._peers[session] = Peer(rank, session, pid, None, now, now)
+        if peer.rank != rank:
+            raise ProtocolError(f"the session of rank {peer.rank} is shown for rank {rank}")
+        if peer.identity != identity:
+            self._disconnect(peer)
+            peer.identity = identity
+            self._by_identity[identity] = peer
+        peer.heard_at, peer.cut_at = now, None
+        if not peer.is_started:
+            self._claims.append(peer)
+            self.claimed.set()
+            self._send(peer, _BEAT)  # there is a writer, though it may not make a call for long
+            return
+        assert peer.start is not None
+        if kind == _HELLO:  # it has not heard that it is admitted
+            number = peer.start
+        if not peer.acked <= number <= peer.sent_number:
+            raise ProtocolError(f"it resumes at {number}, {peer.sent_number} were sent")
+        peer.next_number, peer.is_told = number, False
+        self._start(peer)
+
+    def _take_from(self, now: float, peer: Peer, header: _Header) -> None:
+        peer.heard_at = now
+        if header.kind == _ACK:
+            if not peer.acked <= header.number <= peer.sent_number:
+                raise ProtocolError(
+                    f"it acknowledges {header.number}, {peer.sent_number} were sent"
+                )
+            peer.acked = header.number
+        elif header.kind == _DONE:
+            peer.is_done = True
+        elif header.kind == _LEAVE:
+            if peer.is_started and peer.place is not None:
+                self._release(now, peer)
+                peer.place.leave()
+            self._peers.pop(peer.session, None)
+            self._disconnect(peer)
+            peer.is_over = True
+            self.claimed.set()
+        elif header.kind != _BEAT:
+            raise ProtocolError(f"a frame of kind {header.kind} is out of turn")
+
+    def _serve_peer(self, now: float, peer: Peer) -> None:
+        if peer.is_over or not peer.is_started:
+            if peer.cut_at is not None and now - peer.cut_at > RESUME_S:
+                peer.is_over = True
+                self._peers.pop(peer.session, None)
+            return
+        while peer.next_number < self._published and self._send_message(peer):
+            peer.next_number += 1
+            peer.sent_number = max(peer.sent_number, peer.next_number)
+        if self.is_closing and not peer.is_told and peer.next_number == self._published:
+            peer.is_told = self._send(peer, _CLOSING, self._published)
+        self._release(now, peer)
+
+    def _send_message(self, peer: Peer) -> bool:
+        message = self._messages[peer.next_number]
+        body: list[Any] = []
+        trackers: list[zmq.MessageTracker] = []
+        for buffer in (message.stream, *message.buffers):
+            if len(buffer) < _ALIASED_BYTES:
+                body.append(buffer)
+            else:
+                frame = zmq.Frame(buffer, track=True, copy=False)
+                assert isinstance(frame.tracker, zmq.MessageTracker)
+                body.append(frame)
+                trackers.append(frame.tracker)
+        if trackers:
+            peer.sent.append((peer.next_number, trackers))
+        return self._send(peer, _MESSAGE, peer.next_number, body)
+
+    def _release(self, now: float, peer: Peer) -> None:
+        """Give back what was acknowledged and is not used by ZeroMQ any more."""
+        if peer.released == peer.acked:
+            return
+        assert peer.place is not None
+        peer.unfinished = [tracker for tracker in peer.unfinished if not tracker.done]
+        while not peer.unfinished and peer.released < peer.acked:
+            if peer.sent and peer.sent[0][0] == peer.released:
+                if not all(tracker.done for tracker in peer.sent[0][1]):
+                    break
+                peer.sent.popleft()
+            peer.place.release()
+            peer.released += 1
+        else:
+            if not peer.unfinished:
+                return
+        self._release_at = min(self._release_at, now + _TRACKER_S)
+
+    def _prune(self) -> None:
+        wanted = [peer.released for peer in self._peers.values() if peer.is_started]
+        if self._unclaimed:  # a rank that attaches for the first time gets all from the first
+            wanted.append(0)
+        for number in range(self._least, min(wanted, default=self._published)):
+            self._freed_bytes += self._messages.pop(number).file_bytes
+            self._least = number + 1
+
+
+# --- the reader's side ----------------------------------------------------------------------------
+
+
+class _Arrived(NamedTuple):
+    number: int
+    content: Any
+    n_bytes: int
+    oob_buffers: int
+    oob_bytes: int
+
+
+class RemoteRing:
+    """
+    The messages that have arrived, in the form of the ring's reader, for the reader's end.
+
+    Args:
+        ack: called when a message was released.
+    """
+
+    def __init__(self, ack: Callable[[], None]) -> None:
+        self._ack = ack
+        self.event = _Event()  # set by the I/O thread whenever something has changed
+        self._is_stopped = False
+        self.messages = self.bytes = self.oob_buffers = self.oob_bytes = self.waits = 0
+        self.wait_s = 0.0
+        self.next_sequence = 0  # stored at first by the I/O thread, then by the reader's end
+        # Stored by the I/O thread.
+        self.arrived: collections.deque[_Arrived] = collections.deque()
+        self.n_arrived = 0  # the number of the message that comes next from the writer
+        self.n_all: int | None = None  # how many messages there are, once the writer has closed
+        self.is_struck = False
+
+    def begin(self, start: int) -> None:
+        """Begin with message number `start`, as the I/O thread has done."""
+
+    def try_take(self) -> Any:
+        """
+        The next message, or None if there is none or this attachment is over.
+
+        Returns the stream, or (stream, list of buffers). A message that is taken and not released
+        is taken again.
+        """
+        arrived = self.arrived
+        while arrived and arrived[0].number < self.next_sequence:  # a signal stopped `release`
+            arrived.popleft()
+        if not arrived or self.is_struck or self._is_stopped:
+            return None
+        return arrived[0].content
+
+    def release(self) -> None:
+        """Acknowledge the message that was taken."""
+        message = self.arrived[0]
+        self.next_sequence = message.number + 1
+        self.messages += 1
+        self.bytes += message.n_bytes
+        self.oob_buffers += message.oob_buffers
+        self.oob_bytes += message.oob_bytes
+        self.arrived.popleft()
+        self._ack()
+
+    def wait(self, spin_ns: int, sleep_ns: int) -> None:
+        """Sleep until something changes; returns early for a signal."""
+        start = time.monotonic()
+        self.event.clear()
+        if not (self.arrived or self.is_struck or self.is_closing or self._is_stopped):
+            self.event.wait((spin_ns + sleep_ns) / 1e9)
+        self.waits += 1
+        self.wait_s += time.monotonic() - start
+
+    @property
+    def lag(self) -> int:
+        """How many messages have arrived and are not released."""
+        return self.n_arrived - self.next_sequence
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether the writer has closed and all its messages have arrived."""
+        return self.n_all is not None and self.n_arrived >= self.n_all
+
+    def stop(self) -> None:
+        """End this end's waits, from any thread."""
+        self._is_stopped = True
+        self.event.set()
+
+    def leave(self) -> None:
+        """Done by `RemoteReader.close`."""
+
+
+class RemoteReader(_Link):
+    """
+    The reader's side of a connection, in the form of the control socket's, and its I/O.
+
+    The methods without an underscore are for the reader's end, under its lock.
+
+    Args:
+        endpoint: the address of the writer.
+        keys: of the queue, or None with security "none".
+        token: the secret to show.
+        rank: the rank to claim.
+
+    Raises:
+        WriterLost: the host's name has no address.
+    """
+
+    offered = None  # there is no segment to map
+
+    def __init__(self, *, endpoint: str, keys: CurveKeys | None, token: str, rank: int) -> None:
+        self._endpoint, self._keys, self._token, self._rank = endpoint, keys, token, rank
+        host, self.port = _split(endpoint)
+        try:
+            self._address = _address_of(host, self.port)
+        except OSError as error:
+            raise WriterLost(
+                f"rank {rank} found no writer at {endpoint}: {error.strerror}"
+            ) from error
+        self.writer_pid: str | None = None
+        self.start: int | None = None
+        self._session = secrets.randbits(64)
+        self._failure: tuple[type[ShmcastError], str] | None = None
+        self._socket: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes]
+        self._connect_at = 0.0
+        self._give_up_at = 0.0  # of the present connection, until the writer has been heard
+        self._hello_at = 0.0
+        self._refusal: type[ShmcastError] = WriterLost
+        self._cut_at: float | None = time.monotonic()
+        self._acked = 0
+        self._loop = _Loop.enter()
+        self.ring = RemoteRing(self._loop.wake)
+        self._loop.add(self)
+
+    # --- for the reader's end ---
+
+    @property
+    def is_admitted(self) -> bool:
+        """Whether the handshake is done."""
+        return self.start is not None
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until something changes."""
+        self.ring.event.clear()
+        if not self.is_admitted and self._failure is None:
+            self.ring.event.wait(timeout_s)
+
+    def step(self) -> None:
+        """
+        See how far the handshake is.
+
+        Raises:
+            ProtocolError: the writer refused the rank, or is no shmcast peer of this version.
+            AuthenticationError: one of the two did not show the right key or token.
+            QueueClosed: the writer closed before it admitted this reader.
+            WriterLost: nobody answers.
+        """
+        self._raise_failure()
+        if not self.is_admitted and self._is_cut_for_long:
+            raise self._refusal(
+                f"rank {self._rank} found no writer at {self._endpoint}: "
+                + (
+                    "it has closed or died, or can't be reached from here"
+                    if self._refusal is WriterLost
+                    else "somebody is there who does not have the queue's keys"
+                )
+            )
+
+    def is_writer_dead(self) -> bool:
+        """Whether the connection was cut and could not be made again."""
+        if not self.ring.lag:
+            self._raise_failure()
+        return self._is_cut_for_long
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            error_class, text = self._failure
+            raise error_class(text)
+
+    @property
+    def _is_cut_for_long(self) -> bool:
+        cut_at = self._cut_at
+        return cut_at is not None and time.monotonic() - cut_at > RESUME_S
+
+    def collect_files(self) -> None:
+        """There are none."""
+
+    def close(self) -> None:
+        """Leave; never waits."""
+        if not self.is_closing:
+            self.is_closing = True
+            self._loop.wake()
+
+    def close_descriptors(self) -> None:
+        """Nothing: the I/O thread's are closed after a fork."""
+
+    # --- in the I/O thread ---
+
+    def run(self, now: float, ready: dict[Any, int]) -> float:
+        """Connect, take frames, acknowledge what was taken."""
+        if self._socket is None:
+            if self.is_closing:
+                self.is_done = True
+            elif self._failure is None and not self.ring.is_closing:
+                if now < self._connect_at:
+                    return self._connect_at
+                self._connect(now)
+            return now + _BEAT_S
+        is_cut = False
+        if self._monitor in ready:
+            for event in _monitored(self._monitor):
+                is_cut = self._take_event(event) or is_cut
+        # What arrived before the end of the connection counts.
+        while is_cut or self._socket in ready:
+            some = list(_received(self._socket, copy=False))
+            for frames in some:
+                self._try_take_frames(frames)
+            if len(some) < _BATCH or not is_cut:
+                break
+        if self.ring.next_sequence > self._acked:
+            self._acked = self.ring.next_sequence
+            self._say(_ACK, self._acked)
+        if self.is_closing:
+            self._say(_LEAVE)
+            self._disconnect(linger_ms=1000)
+            self.is_done = True
+        elif self._failure is not None:
+            self._disconnect()
+        elif is_cut or (self._cut_at is not None and now >= self._give_up_at):
+            self._cut(now)
+            return self._connect_at
+        elif not self.is_admitted and now >= self._hello_at:
+            self._greet(now)
+        return now + _BEAT_S
+
+    def abort(self, error: str) -> None:
+        """Close at once."""
+        self._failure = ShmcastError, error
+        if self._socket is not None:
+            self._disconnect()
+        self.is_done = True
+        self.ring.event.set()
+
+    def _connect(self, now: float) -> None:
+        self._socket = socket = self._loop.context.socket(zmq.DEALER)
+        _set_common_options(socket, self._address)
+        socket.reconnect_ivl = -1  # each connection has a socket of its own
+        if self._keys is not None:
+            socket.curve_serverkey = self._keys.server_public.encode()
+            socket.curve_publickey = self._keys.client_public.encode()
+            socket.curve_secretkey = self._keys.client_secret.encode()
+        self._monitor = socket.get_monitor_socket(_DISCONNECTED | zmq.EVENT_CLOSED | _FAILURES)
+        self._loop.watch(socket, self._monitor)
+        socket.connect(_join(self._address, self.port))
+        self._give_up_at = now + _GREETING_S
+        if self._cut_at is None:
+            self._cut_at = now
+        self._greet(now)
+
+    def _greet(self, now: float) -> None:
+        self._hello_at = now + _BEAT_S
+        who = f"{os.getpid()} on {net.gethostname()}".encode()[:200]
+        kind = _RESUME if self.is_admitted else _HELLO
+        self._say(kind, self.ring.n_arrived, [self._token.encode(), who])
+
+    def _say(self, kind: int, number: int = 0, body: list[Any] | None = None) -> None:
+        assert self._socket is not None
+        header = _pack(kind, self._rank, self._session, number, body or [])
+        self._socket.send_multipart([header, *(body or [])], zmq.NOBLOCK)
+
+    def _take_event(self, event: int) -> bool:
+        """Whether the connection has ended."""
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            self._fail(AuthenticationError, f"the writer at {self._endpoint} refused the keys")
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            self._refusal = ProtocolError
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            self._refusal = AuthenticationError
+        return True
+
+    def _cut(self, now: float) -> None:
+        self._disconnect()
+        was_heard = self._cut_at is None
+        self._cut_at = now if self._cut_at is None else self._cut_at
+        self._connect_at = now if was_heard else now + _RETRY_S
+        self.ring.event.set()
+
+    def _disconnect(self, linger_ms: int = 0) -> None:
+        socket, self._socket = self._socket, None
+        assert socket is not None
+        socket.disable_monitor()
+        self._loop.drop(self._monitor)
+        self._loop.drop(socket, linger_ms=linger_ms)
+
+    def _fail(self, error_class: type[ShmcastError], text: str) -> None:
+        self._failure = self._failure or (error_class, text)
+        self.ring.event.set()
+
+    def _try_take_frames(self, frames: list[zmq.Frame]) -> None:
+        try:
+            self._take(frames)
+        except ProtocolError as error:
+            self._fail(ProtocolError, f"the peer at {self._endpoint}: {error}")
+
+    def _take(self, frames: list[zmq.Frame]) -> None:
+        header = _unpack(frames[0].bytes, sum(map(len, frames[1:])))
+        if header.session not in (self._session, 0):
+            raise ProtocolError("a frame is for another session")
+        if self._failure is not None:
+            return
+        self._cut_at = None
+        kind, ring = header.kind, self.ring
+        text = frames[1].bytes.decode("utf-8", "replace") if len(frames) == 2 else ""
+        if kind == _MESSAGE and self.is_admitted and len(frames) > 1:
+            self._take_message(header.number, frames[1:])
+        elif kind == _BEAT:
+            self._say(_BEAT)
+        elif kind == _ADMISSION:
+            if self.start is None:
+                self.writer_pid = text
+                ring.n_arrived = ring.next_sequence = self._acked = header.number
+                self.start = header.number
+        elif kind == _CLOSING:
+            if self.is_admitted:
+                ring.n_all = header.number
+                if ring.is_closing:
+                    self._say(_DONE)
+            else:
+                self._fail(QueueClosed, f"the writer closed before it admitted rank {self._rank}")
+        elif kind == _EVICTION:
+            ring.is_struck = True
+        elif kind == _REFUSAL:
+            raise ProtocolError(text)
+        elif kind == _DENIAL:
+            self._fail(AuthenticationError, text)
+        else:
+            raise ProtocolError(f"a frame of kind {kind} is out of turn")
+        ring.event.set()
+
+    def _take_message(self, number: int, frames: list[zmq.Frame]) -> None:
+        if number < self.ring.n_arrived:  # sent again after a cut
+            return
+        if number > self.ring.n_arrived:
+            raise ProtocolError(f"message {number} came instead of {self.ring.n_arrived}")
+        lengths = [len(frame) for frame in frames]
+        stream, *buffers = (
+            frame.buffer if length >= _ALIASED_BYTES else bytearray(frame.buffer)
+            for frame, length in zip(frames, lengths, strict=True)
+        )
+        if isinstance(stream, bytearray):
+            stream = bytes(stream)
+        self.ring.arrived.append(
+            _Arrived(
+                number,
+                (stream, buffers) if buffers or type(stream) is not bytes else stream,
+                sum(lengths),
+                len(buffers),
+                sum(lengths[1:]),
+            )
+        )
+        self.ring.n_arrived = number + 1
