@@ -25,7 +25,14 @@ from shmcast.errors import ProtocolError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Pickler", "checked_loads", "loads", "rebuild_parameter", "rebuild_tensor", "reduce_tensor"]
+__all__ = [
+    "Pickler",
+    "checked_loads",
+    "loads",
+    "rebuild_parameter",
+    "rebuild_tensor",
+    "reduce_tensor",
+]
 
 _PROTOCOL: Final = 5
 #: A kept pickler is thrown away after a longer stream: clearing the memo of a large one costs every
@@ -146,7 +153,10 @@ _ALLOWED: Final = frozenset(
         *(f"numpy.{core}.numeric:_frombuffer" for core in _CORES),
         *(f"collections:{name}" for name in ("OrderedDict", "defaultdict", "deque")),
         *(f"datetime:{name}" for name in ("date", "datetime", "time", "timedelta", "timezone")),
-        *(f"builtins:{name}" for name in ("bytearray", "complex", "frozenset", "range", "set", "slice")),
+        *(
+            f"builtins:{name}"
+            for name in ("bytearray", "complex", "frozenset", "range", "set", "slice")
+        ),
     )
 )
 

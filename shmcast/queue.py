@@ -593,9 +593,10 @@ class MessageQueue(_QueueEnd):
 
     def _send_chunk(self) -> None:
         """Hand the message in the chunk that was just published to the remote ranks."""
-        layout = self._segment.layout
+        layout, data = self._segment.layout, self._segment.data
+        assert data is not None  # it is mapped until the end is closed
         offset = layout.chunk_offset((self._ring.messages - 1) % layout.n_chunks)
-        self._send_image(memoryview(self._segment.data)[offset : offset + layout.chunk_bytes], 0)
+        self._send_image(memoryview(data)[offset : offset + layout.chunk_bytes], 0)
 
     def _send_image(self, image: Any, file_bytes: int) -> None:
         assert self._remote is not None
@@ -686,9 +687,11 @@ class MessageQueue(_QueueEnd):
 
     def _holders(self) -> Iterator[tuple[Any, Holder | Peer]]:
         """Every admitted reader, and who is in charge of it."""
-        for control in filter(None, (self._control, self._remote)):
-            for holder in control.admitted():
-                yield control, holder
+        for holder in self._control.admitted():
+            yield self._control, holder
+        if self._remote is not None:
+            for peer in self._remote.admitted():
+                yield self._remote, peer
 
     def _holder_of(self, rank: int) -> Holder | Peer | None:
         holder = self._control.holders.get(rank)
@@ -773,9 +776,7 @@ class MessageReader(_QueueEnd):
         AuthenticationError: the socket belongs to another user.
     """
 
-    def __init__(
-        self, handle: Handle, rank: SupportsIndex, allow: Iterable[str] = ()
-    ) -> None:
+    def __init__(self, handle: Handle, rank: SupportsIndex, allow: Iterable[str] = ()) -> None:
         if not isinstance(handle, Handle):
             raise TypeError(f"handle = {handle!r} is not allowed; allowed is a Handle")
         is_number = isinstance(rank, SupportsIndex) and not isinstance(rank, bool)
@@ -962,6 +963,8 @@ class MessageReader(_QueueEnd):
                 )
 
     def _load_file(self, nonce: int) -> Any:
+        assert isinstance(self._control, ReaderControl)  # no other reader takes files
+        assert isinstance(self._ring, RingReader)
         file = self._control.take_file(nonce)
         try:
             if seals_of(file) & FROZEN != FROZEN:

@@ -32,7 +32,6 @@ import contextlib
 import functools
 import hmac
 import ipaddress
-import itertools
 import logging
 import multiprocessing.util
 import os
@@ -340,8 +339,8 @@ class _Loop:
             return
         _inherited.append(loop)  # never freed: ZeroMQ would touch what is the parent's
         ports = {link.port for link in loop.links}
-        for name in os.listdir("/proc/self/fd"):
-            descriptor = int(name)
+        for path in list(Path("/proc/self/fd").iterdir()):
+            descriptor = int(path.name)
             with contextlib.suppress(OSError):
                 if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                     continue
@@ -461,7 +460,7 @@ class RemoteWriter(_Link):
         self.claimed = _Event()  # set when a claim has come
 
         # From here on the I/O thread's, but for the two queues between it and the writer's end.
-        self._commands: collections.deque[Callable[[], None]] = collections.deque()
+        self._commands: collections.deque[Callable[[], object]] = collections.deque()
         self._claims: collections.deque[Peer] = collections.deque()
         self._peers: dict[int, Peer] = {}  # by session
         self._by_identity: dict[bytes, Peer] = {}
@@ -472,6 +471,7 @@ class RemoteWriter(_Link):
         self._freed_bytes = 0  # of those in files
         self._beat_at = 0.0
         self._release_at = float("inf")
+        self._is_ending = False  # `is_closing`, in the order of the messages
         self._give_up_at = float("inf")
         self._domain = f"shmcast-{secrets.token_hex(8)}"
         self._loop = _Loop.enter()
@@ -520,7 +520,7 @@ class RemoteWriter(_Link):
                     f"{refusal}: {error.strerror}; allowed is a free port at an address of "
                     f"this host"
                 ) from error
-            _, self.port = _split(self._socket.last_endpoint.decode())
+            _, self.port = _split(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         except BaseException:
             self._socket.disable_monitor()
             self._socket.close(0)
@@ -625,7 +625,7 @@ class RemoteWriter(_Link):
             self._command(self._begin_closing)
             self.is_closing = True
 
-    def _command(self, command: Callable[[], None]) -> None:
+    def _command(self, command: Callable[[], object]) -> None:
         self._commands.append(command)
         self._loop.wake()
 
@@ -652,7 +652,7 @@ class RemoteWriter(_Link):
         for peer in list(self._peers.values()):
             self._serve_peer(now, peer)
         self._prune()
-        if self._give_up_at < float("inf") and (
+        if self._is_ending and (
             now >= self._give_up_at or not any(map(self._is_awaited, self._peers.values()))
         ):
             self._finish(500)
@@ -676,6 +676,7 @@ class RemoteWriter(_Link):
         return peer.is_started and not peer.is_over and not peer.is_done
 
     def _begin_closing(self) -> None:
+        self._is_ending = True
         self._give_up_at = time.monotonic() + _LINGER_S
         for peer in list(self._peers.values()):
             if not peer.is_started:
@@ -760,10 +761,11 @@ class RemoteWriter(_Link):
             return
         peer = self._peers.get(session)
         if peer is None:
-            if kind == _RESUME or self.is_closing:
+            if kind == _RESUME or self._is_ending:
                 self._answer(identity, _EVICTION if kind == _RESUME else _CLOSING, "", session)
                 return
-            pid = "".join(char if char.isprintable() else "?" for char in who.decode("utf-8", "replace"))
+            text = who.decode("utf-8", "replace")
+            pid = "".join(char if char.isprintable() else "?" for char in text)
             peer = self._peers[session] = Peer(rank, session, pid, None, now, now)
         if peer.rank != rank:
             raise ProtocolError(f"the session of rank {peer.rank} is shown for rank {rank}")
@@ -815,7 +817,7 @@ class RemoteWriter(_Link):
         while peer.next_number < self._published and self._send_message(peer):
             peer.next_number += 1
             peer.sent_number = max(peer.sent_number, peer.next_number)
-        if self.is_closing and not peer.is_told and peer.next_number == self._published:
+        if self._is_ending and not peer.is_told and peer.next_number == self._published:
             peer.is_told = self._send(peer, _CLOSING, self._published)
         self._release(now, peer)
 
@@ -988,7 +990,8 @@ class RemoteReader(_Link):
         self._hello_at = 0.0
         self._refusal: type[ShmcastError] = WriterLost
         self._cut_at: float | None = time.monotonic()
-        self._acked = 0
+        self._has_ended = False  # the present connection
+        self._acked = 0  # over it
         self._loop = _Loop.enter()
         self.ring = RemoteRing(self._loop.wake)
         self._loop.add(self)
@@ -1067,16 +1070,15 @@ class RemoteReader(_Link):
                     return self._connect_at
                 self._connect(now)
             return now + _BEAT_S
-        is_cut = False
         if self._monitor in ready:
             for event in _monitored(self._monitor):
-                is_cut = self._take_event(event) or is_cut
+                self._take_event(event)
         # What arrived before the end of the connection counts.
-        while is_cut or self._socket in ready:
+        while self._has_ended or self._socket in ready:
             some = list(_received(self._socket, copy=False))
             for frames in some:
                 self._try_take_frames(frames)
-            if len(some) < _BATCH or not is_cut:
+            if len(some) < _BATCH or not self._has_ended:
                 break
         if self.ring.next_sequence > self._acked:
             self._acked = self.ring.next_sequence
@@ -1087,7 +1089,7 @@ class RemoteReader(_Link):
             self.is_done = True
         elif self._failure is not None:
             self._disconnect()
-        elif is_cut or (self._cut_at is not None and now >= self._give_up_at):
+        elif self._has_ended or (self._cut_at is not None and now >= self._give_up_at):
             self._cut(now)
             return self._connect_at
         elif not self.is_admitted and now >= self._hello_at:
@@ -1114,8 +1116,7 @@ class RemoteReader(_Link):
         self._loop.watch(socket, self._monitor)
         socket.connect(_join(self._address, self.port))
         self._give_up_at = now + _GREETING_S
-        if self._cut_at is None:
-            self._cut_at = now
+        self._has_ended, self._acked = False, 0
         self._greet(now)
 
     def _greet(self, now: float) -> None:
@@ -1127,17 +1128,20 @@ class RemoteReader(_Link):
     def _say(self, kind: int, number: int = 0, body: list[Any] | None = None) -> None:
         assert self._socket is not None
         header = _pack(kind, self._rank, self._session, number, body or [])
-        self._socket.send_multipart([header, *(body or [])], zmq.NOBLOCK)
+        try:
+            self._socket.send_multipart([header, *(body or [])], zmq.NOBLOCK)
+        except zmq.Again:  # the connection has ended, and there is no other one
+            self._has_ended = True
 
-    def _take_event(self, event: int) -> bool:
-        """Whether the connection has ended."""
+    def _take_event(self, event: int) -> None:
+        """Each of them says that the connection has ended, and some say why."""
+        self._has_ended = True
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self._fail(AuthenticationError, f"the writer at {self._endpoint} refused the keys")
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
             self._refusal = ProtocolError
         elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             self._refusal = AuthenticationError
-        return True
 
     def _cut(self, now: float) -> None:
         self._disconnect()
@@ -1204,19 +1208,12 @@ class RemoteReader(_Link):
         if number > self.ring.n_arrived:
             raise ProtocolError(f"message {number} came instead of {self.ring.n_arrived}")
         lengths = [len(frame) for frame in frames]
-        stream, *buffers = (
+        buffers = [
             frame.buffer if length >= _ALIASED_BYTES else bytearray(frame.buffer)
-            for frame, length in zip(frames, lengths, strict=True)
-        )
-        if isinstance(stream, bytearray):
-            stream = bytes(stream)
+            for frame, length in zip(frames[1:], lengths[1:], strict=True)
+        ]
+        content = (frames[0].buffer, buffers) if buffers else frames[0].bytes
         self.ring.arrived.append(
-            _Arrived(
-                number,
-                (stream, buffers) if buffers or type(stream) is not bytes else stream,
-                sum(lengths),
-                len(buffers),
-                sum(lengths[1:]),
-            )
+            _Arrived(number, content, sum(lengths), len(buffers), sum(lengths[1:]))
         )
         self.ring.n_arrived = number + 1
