@@ -30,7 +30,6 @@ from test_contract import (
     StartReaders,
     plans,
     run,
-    serve,
     start_processes,  # noqa: F401  # a fixture
     start_threads,
 )
@@ -313,3 +312,784 @@ def test_many_cuts(start_processes: StartReaders, behind_proxy: BehindProxy) -> 
     seed = random.getrandbits(32)
     print("seed", seed)
     hold_contract_over_cuts(seed, 10_000, start_processes, behind_proxy)
+
+
+# --- the same as on one host ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("security", SECURITIES)
+def test_mixed_ranks_get_the_same(connect: Connect, security: str) -> None:
+    """Local and remote ranks get the same messages in the same order, and the lag says how far."""
+    queue, readers = connect(n_readers=3, local_reader_ranks=(1,), security=security)
+    assert (0, 0, 0) == queue.stats().lag
+    for number in range(5):
+        queue.enqueue(number)
+    assert (5, 5, 5) == queue.stats().lag
+    for number in range(5):
+        assert [number] * 3 == [reader.dequeue(PATIENCE_S) for reader in readers]
+    wait_for(lambda: (0, 0, 0) == queue.stats().lag, "the messages were not acknowledged")
+    assert [5, 5, 5] == [reader.stats().messages for reader in readers]
+    assert (5,) * 3 == tuple(reader.stats().bytes // 5 for reader in readers)
+
+
+def test_full_window_names_the_rank(connect: Connect) -> None:
+    """The window is n_chunks messages: the next one is QueueFull with the rank that is behind."""
+    queue, readers = connect(n_readers=2, n_chunks=3)
+    for number in range(3):
+        queue.enqueue(number)
+    for _ in range(2):
+        readers[0].dequeue(PATIENCE_S)
+    with pytest.raises(
+        QueueFull, match=rf"rank 1 \(pid {os.getpid()} on .*\) is 3 messages behind, last seen"
+    ) as raised:
+        queue.enqueue("late", timeout=0.05)
+    assert (1,) == raised.value.ranks
+    assert 0 == readers[1].dequeue(PATIENCE_S)
+    queue.enqueue("in time", timeout=PATIENCE_S)
+    assert [2, "in time"] == [readers[0].dequeue(PATIENCE_S) for _ in range(2)]
+    assert [1, 2, "in time"] == [readers[1].dequeue(PATIENCE_S) for _ in range(3)]
+    with pytest.raises(QueueEmpty):
+        readers[1].dequeue(0)
+    with pytest.raises(QueueEmpty):
+        readers[1].dequeue(0.02)
+
+
+def test_messages_before_the_first_attachment(connect: Connect) -> None:
+    """A rank that attaches for the first time gets every message from the first."""
+    with new_queue(n_readers=2, n_chunks=2) as queue:
+        queue.enqueue("a")
+        queue.enqueue(torch.arange(1 << 19))
+        with pytest.raises(QueueFull) as raised:
+            queue.enqueue("c", timeout=0.02)
+        assert (0, 1) == raised.value.ranks
+        with pytest.raises(QueueNotReady) as not_ready:
+            queue.wait_until_ready(0.02)
+        assert (0, 1) == not_ready.value.ranks
+        for rank in range(2):
+            with MessageReader(queue.export_handle(), rank) as reader:
+                assert "a" == reader.dequeue(PATIENCE_S)
+                assert torch.equal(torch.arange(1 << 19), reader.dequeue(PATIENCE_S))
+
+
+def test_what_enqueue_took_may_change(connect: Connect) -> None:
+    """Overwritten right after `enqueue`, a large tensor arrives as it was, in and out of a chunk."""
+    for chunk_bytes in ("64 KiB", "8 MiB"):
+        queue, (reader,) = connect(chunk_bytes=chunk_bytes, n_chunks=2)
+        for number in range(20):
+            tensor = torch.full((1 << 19,), number)
+            queue.enqueue(tensor)
+            tensor.fill_(-1)
+            got = reader.dequeue(PATIENCE_S)
+            assert torch.equal(torch.full((1 << 19,), number), got)
+
+
+def test_tensors_alias_their_frame(connect: Connect) -> None:
+    """A large tensor that arrives lies in its frame: writable, aligned, and the reader's own."""
+    queue, readers = connect(n_readers=2, security="curve")
+    for dtype in (torch.float64, torch.bfloat16, torch.complex64):
+        queue.enqueue(torch.ones(1 << 20, dtype=dtype))
+        one, other = (reader.dequeue(PATIENCE_S) for reader in readers)
+        assert 0 == one.data_ptr() % one.itemsize
+        one.zero_()
+        assert torch.equal(torch.ones(1 << 20, dtype=dtype), other)
+    queue.close()
+    readers[0].close()
+    del queue, readers
+    assert 0 == one.count_nonzero()
+
+
+def test_many_small_buffers(connect: Connect) -> None:
+    """Ten thousand buffers in one message arrive, each as it was."""
+    queue, (reader,) = connect(oob_threshold_bytes=0, chunk_bytes="4 MiB")
+    expected = [torch.tensor([number]) for number in range(10_000)]
+    queue.enqueue(expected)
+    assert torch.equal(torch.cat(expected), torch.cat(reader.dequeue(PATIENCE_S)))
+
+
+def test_leaving_and_coming_back(connect: Connect) -> None:
+    """A reader that closes leaves; who claims its rank next gets what is published from then on."""
+    queue, readers = connect(n_readers=2)
+    queue.enqueue("a")
+    readers[1].close()
+    wait_for(lambda: queue._ring.has_left(1), "the writer did not hear that it left")
+    queue.enqueue("b")
+    with MessageReader(queue.export_handle(), 1) as again:
+        queue.wait_until_ready(PATIENCE_S)
+        queue.enqueue("c")
+        assert "c" == again.dequeue(PATIENCE_S)
+        assert list("abc") == [readers[0].dequeue(PATIENCE_S) for _ in range(3)]
+        for reader in (readers[0], again):
+            reader.close()
+        wait_for(lambda: all(map(queue._ring.has_left, (0, 1))), "they did not leave")
+        with pytest.raises(ReaderLost, match="nobody is left"):
+            for _ in range(100):
+                queue.enqueue("d", timeout=PATIENCE_S)
+                time.sleep(0.002)
+
+
+def test_taken_rank_is_refused(connect: Connect) -> None:
+    """A rank that a living reader holds is refused with its pid; the holder is not disturbed."""
+    queue, (reader,) = connect()
+    with (
+        MessageReader(queue.export_handle(), 0) as late,
+        pytest.raises(ProtocolError, match=f"rank 0 is held by process {os.getpid()} on "),
+    ):
+        late.wait_until_ready(PATIENCE_S)
+    queue.enqueue("m")
+    assert "m" == reader.dequeue(PATIENCE_S)
+
+
+def test_close_reaches_every_reader(connect: Connect) -> None:
+    """Readers drain what was published, then get QueueClosed; so does one that comes too late."""
+    queue, readers = connect(n_readers=2)
+    handle = queue.export_handle()
+    queue.enqueue("last")
+    queue.close()
+    queue.close()
+    for reader in readers:
+        assert ["last"] == list(reader)
+        with pytest.raises(QueueClosed, match="everything was read"):
+            reader.dequeue(0)
+    with MessageReader(handle, 0) as late, pytest.raises((QueueClosed, WriterLost)):
+        late.dequeue(PATIENCE_S)
+
+
+def test_close_ends_waits(connect: Connect) -> None:
+    """`close` from another thread ends the waits of both ends with QueueClosed."""
+    queue, (reader,) = connect(n_chunks=1)
+    for end, call in ((reader, reader.dequeue), (queue, lambda: queue.enqueue("b"))):
+        if end is queue:
+            queue.enqueue("a")
+        raised: list[BaseException] = []
+
+        def wait(call: Callable[[], Any] = call, raised: list[BaseException] = raised) -> None:
+            try:
+                call()
+            except ShmcastError as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        time.sleep(0.05)
+        end.close()
+        thread.join(PATIENCE_S)
+        assert [QueueClosed] == [type(error) for error in raised]
+        if end is reader:
+            again = MessageReader(queue.export_handle(), 0)
+            queue.wait_until_ready(PATIENCE_S)
+    again.close()
+
+
+def test_two_threads_share_a_reader(connect: Connect) -> None:
+    """Each message goes to exactly one of a remote reader's threads."""
+    queue, (reader,) = connect()
+    got: list[int] = []
+
+    def read() -> None:
+        with contextlib.suppress(QueueClosed):
+            while True:
+                got.append(reader.dequeue(PATIENCE_S))
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for number in range(300):
+        queue.enqueue(number, PATIENCE_S)
+    queue.close()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert list(range(300)) == sorted(got)
+
+
+# --- death ----------------------------------------------------------------------------------------
+
+
+def read_on(pipe: Connection, handle: Handle, rank: int) -> None:
+    """Attach, say so, and send on what comes."""
+    with MessageReader(handle, rank) as reader:
+        reader.wait_until_ready(PATIENCE_S)
+        pipe.send("ready")
+        for message in reader:
+            pipe.send(message)
+    pipe.send("closed")
+
+
+def test_killed_reader_is_lost_and_replaced(start_child: StartChild, quick_loss: float) -> None:
+    """SIGKILL of a remote reader is a ReaderLost with its rank; a new one takes its place."""
+    with new_queue(n_readers=2, n_chunks=2) as queue:
+        handle = queue.export_handle()
+        children = [start_child(read_on, handle, rank) for rank in range(2)]
+        queue.wait_until_ready(PATIENCE_S)
+        assert ["ready"] * 2 == [child.receive() for child in children]
+        children[1].kill()
+        with pytest.raises(ReaderLost, match=rf"rank 1 \(pid {children[1].pid} on ") as raised:
+            for number in range(100):
+                queue.enqueue(number, PATIENCE_S)
+        assert (1,) == raised.value.ranks
+        assert 1 == queue.stats().losses
+        queue.enqueue("after", PATIENCE_S)
+        again = start_child(read_on, handle, 1)
+        queue.wait_until_ready(PATIENCE_S)
+        assert "ready" == again.receive()
+        queue.enqueue("both", PATIENCE_S)
+        assert "both" == again.receive()
+        while "both" != (message := children[0].receive()):
+            assert isinstance(message, int) or message == "after"
+
+
+def test_evicted_reader_is_gone_on_without(start_child: StartChild, quick_loss: float) -> None:
+    """With "evict" the writer goes on without a killed reader, at once after the loss."""
+    with new_queue(n_readers=2, n_chunks=2, on_reader_loss="evict") as queue:
+        handle = queue.export_handle()
+        child = start_child(read_on, handle, 1)
+        with MessageReader(handle, 0) as reader:
+            queue.wait_until_ready(PATIENCE_S)
+            child.kill()
+            for number in range(10):
+                queue.enqueue(number, PATIENCE_S)
+                assert number == reader.dequeue(PATIENCE_S)
+            assert 1 == queue.stats().losses
+
+
+def test_stopped_reader_is_waited_for(start_child: StartChild, quick_loss: float) -> None:
+    """A stopped reader is no lost one: the writer waits, and it goes on where it was."""
+    with new_queue(n_chunks=2) as queue:
+        child = start_child(read_on, queue.export_handle(), 0)
+        queue.wait_until_ready(PATIENCE_S)
+        assert "ready" == child.receive()
+        os.kill(child.pid, signal.SIGSTOP)
+        queue.enqueue(0)
+        queue.enqueue(1)
+        with pytest.raises(QueueFull, match="rank 0"):
+            queue.enqueue("late", timeout=4 * quick_loss)
+        os.kill(child.pid, signal.SIGCONT)
+        queue.enqueue(2, PATIENCE_S)
+        assert [0, 1, 2] == [child.receive() for _ in range(3)]
+
+
+def write_and_die(pipe: Connection, count: int) -> None:
+    """Publish so many messages to a remote reader and die."""
+    queue = new_queue(n_chunks=count)
+    pipe.send(queue.export_handle())
+    queue.wait_until_ready(PATIENCE_S)
+    for number in range(count):
+        queue.enqueue(number)
+    assert "die" == pipe.recv()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_killed_writer_is_lost(start_child: StartChild, quick_loss: float) -> None:
+    """After SIGKILL of the writer a reader gets all that has arrived, then WriterLost."""
+    child = start_child(write_and_die, 10)
+    with MessageReader(child.receive(), 0) as reader:
+        reader.wait_until_ready(PATIENCE_S)
+        wait_for(lambda: 10 == reader.stats().lag, "the messages did not arrive")
+        child.pipe.send("die")
+        child.join()
+        time.sleep(2 * quick_loss)
+        assert list(range(10)) == [reader.dequeue(0) for _ in range(10)]
+        with pytest.raises(WriterLost, match=rf"the writer \(pid {child.pid} on .*\) died"):
+            reader.dequeue(PATIENCE_S)
+
+
+def fork_and_die(pipe: Connection) -> None:
+    """Attach a reader, fork a child that lives on, and die."""
+    reader = MessageReader(pipe.recv(), 0)
+    reader.wait_until_ready(PATIENCE_S)
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(4 * PATIENCE_S)
+        os._exit(0)
+    pipe.send(pid)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_reader_with_a_forked_child_is_lost(start_child: StartChild, quick_loss: float) -> None:
+    """A dead remote reader is lost though a child that it forked lives on."""
+    with new_queue(n_chunks=1) as queue:
+        child = start_child(fork_and_die)
+        child.pipe.send(queue.export_handle())
+        queue.wait_until_ready(PATIENCE_S)
+        grandchild = child.receive()
+        try:
+            with pytest.raises(ReaderLost):
+                for _ in range(3):
+                    queue.enqueue("m", PATIENCE_S)
+        finally:
+            os.kill(grandchild, signal.SIGKILL)
+
+
+def test_cut_for_good_is_a_loss(behind_proxy: BehindProxy, quick_loss: float) -> None:
+    """Where a connection cannot be made again both ends say so: ReaderLost and WriterLost."""
+    with new_queue(n_chunks=1) as queue:
+        handle, proxy = behind_proxy(queue.export_handle())
+        with MessageReader(handle, 0) as reader:
+            queue.wait_until_ready(PATIENCE_S)
+            queue.enqueue("a")
+            assert "a" == reader.dequeue(PATIENCE_S)
+            proxy.close()
+            with pytest.raises(WriterLost):
+                reader.dequeue(PATIENCE_S)
+            with pytest.raises(ReaderLost):
+                for _ in range(3):
+                    queue.enqueue("b", PATIENCE_S)
+
+
+def test_evicted_reader_hears_of_it(
+    behind_proxy: BehindProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that comes back after its loss was handled gets ProtocolError, and nothing more."""
+    with new_queue(n_readers=1, n_chunks=4) as queue:
+        handle, proxy = behind_proxy(queue.export_handle())
+        with MessageReader(handle, 0) as reader:
+            queue.wait_until_ready(PATIENCE_S)
+            reader.wait_until_ready(PATIENCE_S)
+            with queue._lock:
+                assert queue._remote is not None
+                queue._remote.vacate(0)
+            with pytest.raises(ProtocolError, match="rank 0 was evicted"):
+                reader.dequeue(PATIENCE_S)
+
+
+def exit_after_close(pipe: Connection) -> None:
+    """Publish a large message to a reader that is slow to take it, close, and leave."""
+    queue = new_queue()
+    pipe.send(queue.export_handle())
+    queue.wait_until_ready(PATIENCE_S)
+    queue.enqueue(torch.arange(1 << 22))
+    queue.close()
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_leaving_the_process_waits(start_child: StartChild, method: str) -> None:
+    """A process that closes and ends at once still delivers everything."""
+    child = start_child(exit_after_close, method=method)
+    with MessageReader(child.receive(), 0) as reader:
+        messages = list(reader)
+    assert [True] == [torch.equal(torch.arange(1 << 22), message) for message in messages]
+    assert 0 == child.join()
+
+
+def test_program_that_ends_is_waited_for() -> None:
+    """So does a program that is no child of `multiprocessing`."""
+    program = (
+        "from shmcast import *\n"
+        f"queue = MessageQueue(QueueConfig(local_reader_ranks=(), bind='{BIND}'))\n"
+        "print(queue.export_handle().to_json(), flush=True)\n"
+        "queue.wait_until_ready(30)\n"
+        "queue.enqueue(bytes(1 << 24))\n"
+        "queue.close()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        with MessageReader(Handle.from_json(process.stdout.readline()), 0) as reader:
+            assert [bytes(1 << 24)] == list(reader)
+        assert 0 == process.wait(PATIENCE_S)
+
+
+# --- forks, signals, threads ----------------------------------------------------------------------
+
+
+def test_no_thread_without_remote_ranks() -> None:
+    """A queue without remote ranks starts no thread and does not import zmq."""
+    program = (
+        "import sys, threading\n"
+        "from shmcast import *\n"
+        f"with MessageQueue(QueueConfig(bind='{BIND}')) as queue:\n"
+        "    with MessageReader(queue.export_handle(), 0) as reader:\n"
+        "        queue.enqueue(1)\n"
+        "        assert 1 == reader.dequeue(30)\n"
+        "    assert queue.export_handle().endpoint is None\n"
+        "assert 1 == threading.active_count()\n"
+        "assert not {'zmq', 'torch', 'shmcast.remote'} & set(sys.modules)\n"
+    )
+    assert 0 == subprocess.run([sys.executable, "-c", program], check=False).returncode
+
+
+def test_one_thread_for_all(connect: Connect) -> None:
+    """Any number of remote ends share one thread of ours, which ends with the last of them."""
+
+    def ours() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if "shmcast" in thread.name]
+
+    wait_for(lambda: not ours(), "the thread of earlier ends did not end")
+    ends = [connect(n_readers=2) for _ in range(3)]
+    assert ["shmcast-remote"] == ours()
+    for queue, readers in ends:
+        for reader in readers:
+            reader.close()
+        queue.close()
+    wait_for(lambda: not ours(), "the thread did not end")
+
+
+def use_in_forked_child(pipe: Connection, queue: MessageQueue, reader: MessageReader) -> None:
+    """What a forked child sees of its parent's ends; then ends of its own."""
+    seen = []
+    for call in (lambda: queue.enqueue(1), lambda: reader.dequeue(0), queue.export_handle):
+        try:
+            call()
+        except ShmcastError as error:
+            seen.append(type(error) is ShmcastError and str(os.getpid()) in str(error))
+    queue.close()
+    reader.close()
+    with new_queue() as own, MessageReader(own.export_handle(), 0) as own_reader:
+        own.wait_until_ready(PATIENCE_S)
+        own.enqueue("own")
+        seen.append(own_reader.dequeue(PATIENCE_S))
+    pipe.send(seen)
+
+
+def test_forked_child_has_no_part(connect: Connect, start_child: StartChild) -> None:
+    """In a forked child every call raises; it may make ends of its own; the parent's go on."""
+    queue, (reader,) = connect()
+    child = start_child(use_in_forked_child, queue, reader, method="fork")
+    assert [True, True, True, "own"] == child.receive()
+    assert 0 == child.join()
+    queue.enqueue("still here")
+    assert "still here" == reader.dequeue(PATIENCE_S)
+
+
+def interrupt_a_wait(pipe: Connection, which: str) -> None:
+    """Wait for ever in one of the calls; say how long after the interrupt it ended."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    queue = new_queue(n_chunks=1)
+    if which == "wait_until_ready":
+        call: Callable[[], Any] = queue.wait_until_ready
+    else:
+        reader = MessageReader(queue.export_handle(), 0)
+        queue.wait_until_ready(PATIENCE_S)
+        reader.wait_until_ready(PATIENCE_S)
+        if which == "enqueue":
+            queue.enqueue(1)
+        call = {"enqueue": lambda: queue.enqueue(2), "dequeue": reader.dequeue}[which]
+    pipe.send("waiting")
+    try:
+        call()
+    except KeyboardInterrupt:
+        pipe.send(time.monotonic())
+
+
+@pytest.mark.parametrize("which", ["enqueue", "dequeue", "wait_until_ready"])
+def test_interrupt_ends_a_wait(
+    start_child: StartChild, which: str, record_property: Callable[[str, object], None]
+) -> None:
+    """Ctrl-C ends every wait of an end with remote peers at once."""
+    child = start_child(interrupt_a_wait, which)
+    assert "waiting" == child.receive()
+    time.sleep(0.3)
+    sent_at = time.monotonic()
+    os.kill(child.pid, signal.SIGINT)
+    taken_s = child.receive() - sent_at
+    record_property("taken_s", taken_s)
+    assert taken_s < 20 * 0.010
+
+
+def cpu_of_waiting(pipe: Connection, handle: Handle) -> None:
+    """Wait in `dequeue`; the share of a core that it took."""
+    with MessageReader(handle, 0) as reader:
+        reader.wait_until_ready(PATIENCE_S)
+        start, start_cpu = time.monotonic(), time.process_time()
+        with contextlib.suppress(QueueEmpty):
+            reader.dequeue(3)
+        pipe.send((time.process_time() - start_cpu) / (time.monotonic() - start))
+
+
+def test_idle_ends_sleep(
+    start_child: StartChild, record_property: Callable[[str, object], None]
+) -> None:
+    """A remote reader that waits, and a writer between its calls, take little of a core."""
+    with new_queue() as queue:
+        child = start_child(cpu_of_waiting, queue.export_handle())
+        queue.wait_until_ready(PATIENCE_S)
+        start, start_cpu = time.monotonic(), time.process_time()
+        reader_share = child.receive()
+        writer_share = (time.process_time() - start_cpu) / (time.monotonic() - start)
+    record_property("shares", (reader_share, writer_share))
+    assert (True, True) == (reader_share < 20 * 0.01, writer_share < 20 * 0.01)
+
+
+# --- bounded memory -------------------------------------------------------------------------------
+
+
+def resident_bytes() -> int:
+    """How much memory this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("chunk_bytes", ["4 MiB", "64 KiB"])
+def test_slow_reader_bounds_memory(
+    start_child: StartChild, behind_proxy: BehindProxy, chunk_bytes: str
+) -> None:
+    """A writer to a stopped reader keeps the window and no more; every message arrives in the end."""
+    size = 2 << 20
+    with new_queue(n_chunks=4, chunk_bytes=chunk_bytes, arena_bytes="6 MiB") as queue:
+        child = start_child(count_bytes, queue.export_handle())
+        queue.wait_until_ready(PATIENCE_S)
+        assert "ready" == child.receive()
+        for _ in range(8):
+            queue.enqueue(bytes(size), PATIENCE_S)
+        os.kill(child.pid, signal.SIGSTOP)
+        before = resident_bytes()
+        n_sent = 0
+        with contextlib.suppress(QueueFull):
+            while True:
+                queue.enqueue(bytes(size), timeout=0.2)
+                n_sent += 1
+        assert (True, True) == (n_sent <= 4, resident_bytes() - before < 8 * size)
+        os.kill(child.pid, signal.SIGCONT)
+        for _ in range(20):
+            queue.enqueue(bytes(size), PATIENCE_S)
+        queue.close()
+        assert (8 + n_sent + 20) * size == child.receive()
+
+
+def count_bytes(pipe: Connection, handle: Handle) -> None:
+    """How many bytes come, all together."""
+    with MessageReader(handle, 0) as reader:
+        reader.wait_until_ready(PATIENCE_S)
+        pipe.send("ready")
+        pipe.send(sum(len(message) for message in reader))
+
+
+# --- wrong peers ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unpickled(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What reaches the unpickler of this process."""
+    streams: list[object] = []
+
+    def note(stream: object, **_: object) -> object:
+        streams.append(stream)
+        raise AssertionError
+
+    monkeypatch.setattr("shmcast.queue.loads", note)
+    return streams
+
+
+def with_keys(handle: Handle, *, server: bytes, public: bytes, secret: bytes) -> Handle:
+    return attrs.evolve(handle, curve_keys=(server.decode(), public.decode(), secret.decode()))
+
+
+@pytest.mark.parametrize("wrong", ["unknown key", "wrong server", "no key", "wrong token"])
+def test_wrong_reader_is_kept_out(quick_loss: float, unpickled: list[object], wrong: str) -> None:
+    """Without the queue's keys and token nobody attaches, and the writer is not disturbed."""
+    with new_queue() as queue:
+        handle = queue.export_handle()
+        server, public, secret = (key.encode() for key in handle.curve_keys)
+        other_public, other_secret = zmq.curve_keypair()
+        wrong_handle = {
+            "unknown key": with_keys(
+                handle, server=server, public=other_public, secret=other_secret
+            ),
+            "wrong server": with_keys(handle, server=other_public, public=public, secret=secret),
+            "no key": attrs.evolve(handle, curve_keys=()),
+            "wrong token": attrs.evolve(handle, token="0" * 64),
+        }[wrong]
+        queue.enqueue("secret")
+        expected = ProtocolError if wrong == "no key" else AuthenticationError
+        with MessageReader(wrong_handle, 0) as stranger:
+            with pytest.raises(expected) as raised:
+                stranger.dequeue(PATIENCE_S)
+            assert not [key for key in (*handle.curve_keys, handle.token) if key in str(raised)]
+        with pytest.raises(QueueNotReady):
+            queue.wait_until_ready(0)
+        assert [] == unpickled
+        with MessageReader(handle, 0) as reader:
+            queue.wait_until_ready(PATIENCE_S)
+            with pytest.raises(AssertionError):
+                reader.dequeue(PATIENCE_S)
+        assert 1 == len(unpickled)
+
+
+def garbage(kind: str) -> bytes:
+    """What a peer that is none says first."""
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+    ready = b"\x04\x19\x05READY\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
+    return {
+        "silence": b"",
+        "random": random.Random(5).randbytes(5000),
+        "http": b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
+        "frames": greeting + ready + b"\x00\x05hello" + b"\x02" + (1 << 40).to_bytes(8, "big"),
+    }[kind]
+
+
+@pytest.mark.parametrize("security", SECURITIES)
+@pytest.mark.parametrize("kind", ["silence", "random", "http", "frames"])
+def test_garbage_reaches_nobody(unpickled: list[object], security: str, kind: str) -> None:
+    """Connections that are silent or talk garbage disturb neither writer nor reader."""
+    with new_queue(security=security) as queue:
+        handle = queue.export_handle()
+        assert queue._remote is not None
+        with contextlib.ExitStack() as connections:
+            for _ in range(20):
+                connection = connections.enter_context(
+                    socket.create_connection(("127.0.0.1", queue._remote.port))
+                )
+                connection.sendall(garbage(kind))
+            with pytest.raises(QueueNotReady):
+                queue.wait_until_ready(0.05)
+            with MessageReader(handle, 0) as reader:
+                queue.wait_until_ready(PATIENCE_S)
+                reader.wait_until_ready(PATIENCE_S)
+        assert [] == unpickled
+
+
+@pytest.mark.parametrize("security", SECURITIES)
+@pytest.mark.parametrize("kind", ["silence", "random", "http", "frames", "nobody"])
+def test_writer_that_is_none(
+    quick_loss: float, unpickled: list[object], security: str, kind: str
+) -> None:
+    """A reader whose address belongs to somebody else says so in time; nothing is unpickled."""
+    with new_queue(security=security) as queue:
+        handle = queue.export_handle()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        accepted: list[socket.socket] = []
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    accepted.append(connection)
+                    connection.sendall(garbage(kind))
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        port = 1 if kind == "nobody" else listener.getsockname()[1]
+        expected = WriterLost if kind == "nobody" else ShmcastError
+        wrong = attrs.evolve(handle, endpoint=f"tcp://127.0.0.1:{port}")
+        with MessageReader(wrong, 0) as reader, pytest.raises(expected) as raised:
+            reader.dequeue(PATIENCE_S)
+        assert raised.type in (WriterLost, AuthenticationError, ProtocolError)
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(PATIENCE_S)
+        for connection in accepted:
+            connection.close()
+    assert [] == unpickled
+
+
+@pytest.mark.parametrize("side", ["reader", "writer"])
+def test_other_version_is_refused(
+    monkeypatch: pytest.MonkeyPatch, unpickled: list[object], side: str
+) -> None:
+    """A peer of another version is a ProtocolError that names both."""
+    with new_queue(security="none") as queue:
+        handle = queue.export_handle()
+        with zmq.Context() as context:
+            if side == "reader":  # an old reader at our writer
+                with context.socket(zmq.DEALER) as old:
+                    old.linger = 0
+                    assert handle.endpoint is not None
+                    old.connect(handle.endpoint)
+                    old.send_multipart([b"shmcast\x63" + bytes(50)])
+                    assert old.poll(PATIENCE_S * 1e3)
+                    assert b"the peer has version 99, this one 1" in old.recv_multipart()
+            else:
+                with context.socket(zmq.ROUTER) as old:
+                    old.linger = 0
+                    port = old.bind_to_random_port("tcp://127.0.0.1")
+                    wrong = attrs.evolve(handle, endpoint=f"tcp://127.0.0.1:{port}")
+                    with MessageReader(wrong, 0) as reader:
+                        assert old.poll(PATIENCE_S * 1e3)
+                        identity, *_ = old.recv_multipart()
+                        old.send_multipart([identity, b"shmcast\x63" + bytes(50)])
+                        with pytest.raises(ProtocolError, match="has version 99, this one 1"):
+                            reader.dequeue(PATIENCE_S)
+        with MessageReader(handle, 0) as reader:
+            queue.wait_until_ready(PATIENCE_S)
+    assert [] == unpickled
+
+
+class Harmful:
+    """Runs code when it is loaded, if that is allowed."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("harmed",)
+
+
+def test_allow_list(connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without keys a message may name what is listed, and `allow`; else it is refused and gone."""
+    monkeypatch.chdir(tmp_path)
+    queue, (reader,) = connect(security="none")
+    queue.enqueue(Harmful())
+    with pytest.raises(ProtocolError, match="posix:mkdir"):
+        reader.dequeue(PATIENCE_S)
+    queue.enqueue(torch.ones(3, requires_grad=True))  # in torch's own way, which can run code
+    with pytest.raises(ProtocolError, match=r"torch\._utils:_rebuild_tensor_v2"):
+        reader.dequeue(PATIENCE_S)
+    assert [] == list(tmp_path.iterdir())
+    queue.enqueue({"plain": [torch.ones(3, dtype=torch.bfloat16), 1 + 2j, {1}]})
+    assert 3 == len(reader.dequeue(PATIENCE_S)["plain"])
+    reader.close()
+    with MessageQueue.create_from_handle(
+        queue.export_handle(), 0, allow=("posix:mkdir",)
+    ) as trusting:
+        queue.wait_until_ready(PATIENCE_S)
+        queue.enqueue(Harmful())
+        trusting.dequeue(PATIENCE_S)
+    assert ["harmed"] == [path.name for path in tmp_path.iterdir()]
+
+
+# --- addresses ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bind", "security", "text"),
+    [
+        ("tcp://192.0.2.1:0", "curve", "an address of this host"),
+        ("tcp://no-such-name.invalid:0", "curve", "bind = "),
+        ("tcp://*:0", "none", "every interface"),
+        ("tcp://0.0.0.0:0", "none", "every interface"),
+        ("tcp://[::]:0", "none", "every interface"),
+        ("tcp://0:0", "none", "every interface"),
+        ("tcp://[::ffff:0.0.0.0]:0", "none", "every interface"),
+    ],
+)
+def test_wrong_address(bind: str, security: str, text: str) -> None:
+    """An address that is not this host's, and a wildcard without keys, is refused at once."""
+    with pytest.raises(ConfigError, match=text):
+        new_queue(bind=bind, security=security)
+
+
+def test_taken_port(connect: Connect) -> None:
+    """A port that is in use is a ConfigError, and the first queue is not disturbed."""
+    queue, (reader,) = connect()
+    endpoint = queue.export_handle().endpoint
+    assert endpoint is not None
+    with pytest.raises(ConfigError, match="a free port"):
+        new_queue(bind=endpoint)
+    queue.enqueue("m")
+    assert "m" == reader.dequeue(PATIENCE_S)
+
+
+@pytest.mark.parametrize("bind", ["tcp://127.0.0.1:0", "tcp://localhost:0", "tcp://[::1]:0"])
+def test_addresses(connect: Connect, bind: str) -> None:
+    """Numbers of both kinds and names work; the handle has the real port."""
+    if "[" in bind:
+        try:
+            socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+        except OSError:
+            pytest.skip("this host has no IPv6")
+    queue, (reader,) = connect(bind=bind)
+    endpoint = queue.export_handle().endpoint
+    assert endpoint is not None
+    assert bind[:-2] == endpoint.rpartition(":")[0]
+    assert 0 != int(endpoint.rpartition(":")[2])
+    queue.enqueue("m")
+    assert "m" == reader.dequeue(PATIENCE_S)
+
+
+def test_handle_hides_the_keys(connect: Connect, tmp_path: Path) -> None:
+    """The keys travel in JSON, pickle and a file of mode 0600, and stand in no repr and no log."""
+    queue, (reader,) = connect()
+    handle = queue.export_handle()
+    assert 3 == len(handle.curve_keys)
+    assert handle == Handle.from_json(handle.to_json())
+    handle.save(tmp_path / "handle")
+    assert 0o600 == (tmp_path / "handle").stat().st_mode & 0o777
+    assert handle == Handle.load(tmp_path / "handle")
+    shown = f"{handle!r} {handle} {queue!r} {reader!r}"
+    assert [] == [secret for secret in (*handle.curve_keys, handle.token) if secret in shown]
+    assert () == new_queue(security="none").export_handle().curve_keys
