@@ -27,6 +27,7 @@ One thread per process, and no more, touches the sockets. It exists while there 
 
 from __future__ import annotations
 
+import atexit
 import collections
 import contextlib
 import functools
@@ -135,6 +136,11 @@ def _unpack(frame: Any, body_bytes: int) -> _Header:
     return _Header(kind, rank, session, number)
 
 
+def _who() -> bytes:
+    """What others call this process."""
+    return f"{os.getpid()} on {net.gethostname()}".encode()[:200]
+
+
 def _received(socket: zmq.Socket[bytes], *, copy: bool) -> Iterator[list[Any]]:
     for _ in range(_BATCH):
         try:
@@ -240,8 +246,10 @@ class _Loop:
         self.links: list[_Link] = []
         self._is_exiting = False
         self._thread = threading.Thread(target=self._run, name="shmcast-remote", daemon=True)
-        # Not `atexit`, which the children of `multiprocessing` leave out.
-        multiprocessing.util.Finalize(None, self._at_exit, exitpriority=0)
+        # Before pyzmq's own, which gives up the memory that is on its way; and the children of
+        # `multiprocessing` leave `atexit` out.
+        atexit.register(self._at_exit)
+        self._finalizer = multiprocessing.util.Finalize(None, self._at_exit, exitpriority=0)
 
     @classmethod
     def enter(cls) -> _Loop:
@@ -305,6 +313,8 @@ class _Loop:
                     self.leave()
         self._zap.close(0)
         self.context.term()
+        atexit.unregister(self._at_exit)
+        self._finalizer.cancel()
 
     def _answer_zap(self) -> None:
         """Let in who has the keys of the queue that was asked for (ZeroMQ's RFC 27)."""
@@ -496,6 +506,7 @@ class RemoteWriter(_Link):
                 f"allowed is one address of this host"
             )
         self._socket = self._loop.context.socket(zmq.ROUTER)
+        self._monitor = self._socket.get_monitor_socket(_DISCONNECTED)
         try:
             _set_common_options(self._socket, address)
             self._socket.router_mandatory = True
@@ -512,7 +523,6 @@ class RemoteWriter(_Link):
                 self._socket.curve_server = True
                 self._socket.curve_secretkey = server_secret
                 self._socket.zap_domain = self._domain.encode()
-            self._monitor = self._socket.get_monitor_socket(_DISCONNECTED)
             try:
                 self._socket.bind(_join(address, port))
             except zmq.ZMQError as error:
@@ -523,7 +533,8 @@ class RemoteWriter(_Link):
             _, self.port = _split(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         except BaseException:
             self._socket.disable_monitor()
-            self._socket.close(0)
+            for socket in (self._monitor, self._socket):
+                socket.close(0)
             raise
         # A wildcard is no address for others; the name is what they can resolve, if anything.
         self.endpoint = _join(net.gethostname() if _is_wildcard(address) else host, self.port)
@@ -692,7 +703,7 @@ class RemoteWriter(_Link):
         if not peer.is_started:
             peer.is_started = True
             peer.next_number = peer.sent_number = peer.acked = peer.released = peer.start
-        self._send(peer, _ADMISSION, number=peer.start, body=[str(os.getpid()).encode()])
+        self._send(peer, _ADMISSION, number=peer.start, body=[_who()])
 
     def _forget(self, peer: Peer, kind: int, text: str = "") -> None:
         peer.is_over = True
@@ -1121,9 +1132,8 @@ class RemoteReader(_Link):
 
     def _greet(self, now: float) -> None:
         self._hello_at = now + _BEAT_S
-        who = f"{os.getpid()} on {net.gethostname()}".encode()[:200]
         kind = _RESUME if self.is_admitted else _HELLO
-        self._say(kind, self.ring.n_arrived, [self._token.encode(), who])
+        self._say(kind, self.ring.n_arrived, [self._token.encode(), _who()])
 
     def _say(self, kind: int, number: int = 0, body: list[Any] | None = None) -> None:
         assert self._socket is not None

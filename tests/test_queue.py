@@ -1363,15 +1363,17 @@ def test_option_n_readers(make_queue: MakeQueue) -> None:
 
 
 def test_option_local_reader_ranks(make_queue: MakeQueue) -> None:
-    """All ranks may be named as local ones; a rank that would be remote is refused for now."""
+    """All ranks may be named as local ones; any other is a remote one and has an address."""
     queue, readers = make_queue(n_readers=2, local_reader_ranks=(1, 0))
     assert {0, 1} == set(queue.export_handle().local_reader_ranks)
     queue.enqueue("m")
     assert ["m", "m"] == [reader.dequeue(PATIENCE_S) for reader in readers]
+    assert queue.export_handle().endpoint is None
     for ranks in ((0,), ()):
         config = QueueConfig(n_readers=2, local_reader_ranks=ranks, bind="tcp://127.0.0.1:0")
-        with pytest.raises(ConfigError, match="local_reader_ranks"):
-            MessageQueue(config)
+        with MessageQueue(config) as mixed:
+            assert ranks == mixed.export_handle().local_reader_ranks
+            assert mixed.export_handle().endpoint is not None
 
 
 @pytest.mark.parametrize("chunk_bytes", [1024, 1500, 100_000])

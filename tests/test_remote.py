@@ -300,7 +300,7 @@ def test_cuts(
 ) -> None:
     """Over 100 cut connections nothing is lost, repeated, reordered or torn."""
     seed = random.getrandbits(32)
-    print("seed", seed)
+    sys.stdout.write(f"seed {seed}\n")
     record_property("seed", seed)
     hold_contract_over_cuts(seed, 100, start_processes, behind_proxy)
 
@@ -310,7 +310,7 @@ def test_cuts(
 def test_many_cuts(start_processes: StartReaders, behind_proxy: BehindProxy) -> None:  # noqa: F811  # the fixture
     """Over 10,000 cut connections nothing is lost, repeated, reordered or torn."""
     seed = random.getrandbits(32)
-    print("seed", seed)
+    sys.stdout.write(f"seed {seed}\n")
     hold_contract_over_cuts(seed, 10_000, start_processes, behind_proxy)
 
 
@@ -372,7 +372,7 @@ def test_messages_before_the_first_attachment(connect: Connect) -> None:
 
 
 def test_what_enqueue_took_may_change(connect: Connect) -> None:
-    """Overwritten right after `enqueue`, a large tensor arrives as it was, in and out of a chunk."""
+    """Overwritten right after `enqueue`, a large tensor arrives as it was, by either path."""
     for chunk_bytes in ("64 KiB", "8 MiB"):
         queue, (reader,) = connect(chunk_bytes=chunk_bytes, n_chunks=2)
         for number in range(20):
@@ -421,10 +421,9 @@ def test_leaving_and_coming_back(connect: Connect) -> None:
         for reader in (readers[0], again):
             reader.close()
         wait_for(lambda: all(map(queue._ring.has_left, (0, 1))), "they did not leave")
+        time.sleep(0.02)  # until the writer looks again
         with pytest.raises(ReaderLost, match="nobody is left"):
-            for _ in range(100):
-                queue.enqueue("d", timeout=PATIENCE_S)
-                time.sleep(0.002)
+            queue.enqueue("d", timeout=PATIENCE_S)
 
 
 def test_taken_rank_is_refused(connect: Connect) -> None:
@@ -439,7 +438,7 @@ def test_taken_rank_is_refused(connect: Connect) -> None:
     assert "m" == reader.dequeue(PATIENCE_S)
 
 
-def test_close_reaches_every_reader(connect: Connect) -> None:
+def test_close_reaches_every_reader(connect: Connect, quick_loss: float) -> None:
     """Readers drain what was published, then get QueueClosed; so does one that comes too late."""
     queue, readers = connect(n_readers=2)
     handle = queue.export_handle()
@@ -450,7 +449,7 @@ def test_close_reaches_every_reader(connect: Connect) -> None:
         assert ["last"] == list(reader)
         with pytest.raises(QueueClosed, match="everything was read"):
             reader.dequeue(0)
-    with MessageReader(handle, 0) as late, pytest.raises((QueueClosed, WriterLost)):
+    with MessageReader(handle, 0) as late, pytest.raises(WriterLost):
         late.dequeue(PATIENCE_S)
 
 
@@ -465,8 +464,8 @@ def test_close_ends_waits(connect: Connect) -> None:
         def wait(call: Callable[[], Any] = call, raised: list[BaseException] = raised) -> None:
             try:
                 call()
-            except ShmcastError as error:
-                raised.append(error)
+            except ShmcastError as raised_error:
+                raised.append(raised_error)
 
         thread = threading.Thread(target=wait)
         thread.start()
@@ -475,6 +474,7 @@ def test_close_ends_waits(connect: Connect) -> None:
         thread.join(PATIENCE_S)
         assert [QueueClosed] == [type(error) for error in raised]
         if end is reader:
+            wait_for(lambda: queue._ring.has_left(0), "the writer did not hear that it left")
             again = MessageReader(queue.export_handle(), 0)
             queue.wait_until_ready(PATIENCE_S)
     again.close()
@@ -514,6 +514,12 @@ def read_on(pipe: Connection, handle: Handle, rank: int) -> None:
     pipe.send("closed")
 
 
+def enqueue_numbers(queue: MessageQueue) -> None:
+    """More than a window of messages."""
+    for number in range(100):
+        queue.enqueue(number, PATIENCE_S)
+
+
 def test_killed_reader_is_lost_and_replaced(start_child: StartChild, quick_loss: float) -> None:
     """SIGKILL of a remote reader is a ReaderLost with its rank; a new one takes its place."""
     with new_queue(n_readers=2, n_chunks=2) as queue:
@@ -523,8 +529,7 @@ def test_killed_reader_is_lost_and_replaced(start_child: StartChild, quick_loss:
         assert ["ready"] * 2 == [child.receive() for child in children]
         children[1].kill()
         with pytest.raises(ReaderLost, match=rf"rank 1 \(pid {children[1].pid} on ") as raised:
-            for number in range(100):
-                queue.enqueue(number, PATIENCE_S)
+            enqueue_numbers(queue)
         assert (1,) == raised.value.ranks
         assert 1 == queue.stats().losses
         queue.enqueue("after", PATIENCE_S)
@@ -613,8 +618,7 @@ def test_reader_with_a_forked_child_is_lost(start_child: StartChild, quick_loss:
         grandchild = child.receive()
         try:
             with pytest.raises(ReaderLost):
-                for _ in range(3):
-                    queue.enqueue("m", PATIENCE_S)
+                enqueue_numbers(queue)
         finally:
             os.kill(grandchild, signal.SIGKILL)
 
@@ -631,24 +635,19 @@ def test_cut_for_good_is_a_loss(behind_proxy: BehindProxy, quick_loss: float) ->
             with pytest.raises(WriterLost):
                 reader.dequeue(PATIENCE_S)
             with pytest.raises(ReaderLost):
-                for _ in range(3):
-                    queue.enqueue("b", PATIENCE_S)
+                enqueue_numbers(queue)
 
 
-def test_evicted_reader_hears_of_it(
-    behind_proxy: BehindProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evicted_reader_hears_of_it() -> None:
     """A reader that comes back after its loss was handled gets ProtocolError, and nothing more."""
-    with new_queue(n_readers=1, n_chunks=4) as queue:
-        handle, proxy = behind_proxy(queue.export_handle())
-        with MessageReader(handle, 0) as reader:
-            queue.wait_until_ready(PATIENCE_S)
-            reader.wait_until_ready(PATIENCE_S)
-            with queue._lock:
-                assert queue._remote is not None
-                queue._remote.vacate(0)
-            with pytest.raises(ProtocolError, match="rank 0 was evicted"):
-                reader.dequeue(PATIENCE_S)
+    with new_queue() as queue, MessageReader(queue.export_handle(), 0) as reader:
+        queue.wait_until_ready(PATIENCE_S)
+        reader.wait_until_ready(PATIENCE_S)
+        assert queue._remote is not None
+        with queue._lock:
+            queue._remote.vacate(0)
+        with pytest.raises(ProtocolError, match="rank 0 was evicted"):
+            reader.dequeue(PATIENCE_S)
 
 
 def exit_after_close(pipe: Connection) -> None:
@@ -656,7 +655,7 @@ def exit_after_close(pipe: Connection) -> None:
     queue = new_queue()
     pipe.send(queue.export_handle())
     queue.wait_until_ready(PATIENCE_S)
-    queue.enqueue(torch.arange(1 << 22))
+    queue.enqueue(bytes(1 << 24))  # no tensor: torch's threads do not survive a fork
     queue.close()
 
 
@@ -665,8 +664,7 @@ def test_leaving_the_process_waits(start_child: StartChild, method: str) -> None
     """A process that closes and ends at once still delivers everything."""
     child = start_child(exit_after_close, method=method)
     with MessageReader(child.receive(), 0) as reader:
-        messages = list(reader)
-    assert [True] == [torch.equal(torch.arange(1 << 22), message) for message in messages]
+        assert [bytes(1 << 24)] == list(reader)
     assert 0 == child.join()
 
 
@@ -792,7 +790,7 @@ def cpu_of_waiting(pipe: Connection, handle: Handle) -> None:
         reader.wait_until_ready(PATIENCE_S)
         start, start_cpu = time.monotonic(), time.process_time()
         with contextlib.suppress(QueueEmpty):
-            reader.dequeue(3)
+            reader.dequeue(2)
         pipe.send((time.process_time() - start_cpu) / (time.monotonic() - start))
 
 
@@ -819,10 +817,8 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.parametrize("chunk_bytes", ["4 MiB", "64 KiB"])
-def test_slow_reader_bounds_memory(
-    start_child: StartChild, behind_proxy: BehindProxy, chunk_bytes: str
-) -> None:
-    """A writer to a stopped reader keeps the window and no more; every message arrives in the end."""
+def test_slow_reader_bounds_memory(start_child: StartChild, chunk_bytes: str) -> None:
+    """A writer to a stopped reader keeps the window and no more; all arrives in the end."""
     size = 2 << 20
     with new_queue(n_chunks=4, chunk_bytes=chunk_bytes, arena_bytes="6 MiB") as queue:
         child = start_child(count_bytes, queue.export_handle())
@@ -1023,6 +1019,7 @@ def test_allow_list(connect: Connect, tmp_path: Path, monkeypatch: pytest.Monkey
     queue.enqueue({"plain": [torch.ones(3, dtype=torch.bfloat16), 1 + 2j, {1}]})
     assert 3 == len(reader.dequeue(PATIENCE_S)["plain"])
     reader.close()
+    wait_for(lambda: queue._ring.has_left(0), "the writer did not hear that it left")
     with MessageQueue.create_from_handle(
         queue.export_handle(), 0, allow=("posix:mkdir",)
     ) as trusting:
