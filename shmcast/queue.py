@@ -394,6 +394,7 @@ class MessageQueue(_QueueEnd):
             security=self._config.security,
             ranks=tuple(sorted({*self._ranks} - {*self._local_ranks})),
             token=self._token,
+            n_chunks=self._config.n_chunks,
             window_bytes=self._config.arena_bytes,
             place_of=lambda rank, epoch: RingReader(segment, rank, epoch),
             new_epoch=self._ring.new_epoch,

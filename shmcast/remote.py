@@ -67,9 +67,11 @@ __all__ = ["CurveKeys", "Peer", "RemoteReader", "RemoteRing", "RemoteWriter"]
 
 _log = logging.getLogger("shmcast.remote")
 
-# Magic and version, kind, rank, session, number, bytes of the frames that follow.
+# Magic and version, kind, rank, session, number, how many bytes follow. These stand in the same
+# frame: a text, a stream; or in frames of their own: a stream and its buffers.
 _HEADER: Final = struct.Struct("<8sIIQQQ")
 _MAGIC: Final = b"shmcast\x01"
+_WINDOW: Final = struct.Struct("<Q")  # how an admission's text starts
 _HELLO, _RESUME, _ACK, _DONE, _LEAVE, _BEAT = range(1, 7)
 _ADMISSION, _MESSAGE, _CLOSING, _EVICTION, _REFUSAL, _DENIAL = range(7, 13)
 
@@ -79,6 +81,8 @@ RESUME_S: Final = 5.0
 _LINGER_S: Final = 10.0  # how long a closed writer goes on until everything has arrived
 _GREETING_S: Final = 5.0  # a peer that does not get through the handshake for this long is dropped
 _RETRY_S: Final = 0.05
+#: An acknowledgement waits for so long for the next one, unless the window is a quarter full.
+_ACK_S: Final = 0.005
 _TRACKER_S: Final = 0.001  # when to ask again whether ZeroMQ has let go of a message's memory
 _MOST_ASKED_BYTES: Final = 1024  # of a frame that a reader sends
 #: ZeroMQ copies what is smaller. Such a frame may lie at any address, so it is copied on arrival.
@@ -111,26 +115,23 @@ class _Header(NamedTuple):
     number: int
 
 
-def _pack(kind: int, rank: int, session: int, number: int, body: list[Any]) -> bytes:
-    body_bytes = sum(len(frame) for frame in body)
-    return _HEADER.pack(_MAGIC, kind, rank, session, number, body_bytes)
-
-
-def _unpack(frame: Any, body_bytes: int) -> _Header:
+def _unpack(frames: list[Any]) -> _Header:
     """
-    The header in this frame.
+    The header, which is how the first frame starts.
 
     Raises:
         ProtocolError: it is none of this version, or does not fit what follows.
     """
-    start = bytes(frame[: len(_MAGIC)])
+    first = memoryview(frames[0]) if frames else memoryview(b"")
+    start = bytes(first[: len(_MAGIC)])
     if start != _MAGIC:
-        if start[:-1] == _MAGIC[:-1]:
+        if start and start[:-1] == _MAGIC[:-1]:
             raise ProtocolError(f"the peer has version {start[-1]}, this one {_MAGIC[-1]}")
         raise ProtocolError("no shmcast peer")
-    if len(frame) != _HEADER.size:
-        raise ProtocolError(f"a header of {len(frame)} bytes instead of {_HEADER.size}")
-    _, kind, rank, session, number, length = _HEADER.unpack(frame)
+    if len(first) < _HEADER.size:
+        raise ProtocolError(f"a header of {len(first)} bytes instead of {_HEADER.size}")
+    _, kind, rank, session, number, length = _HEADER.unpack_from(first)
+    body_bytes = len(first) - _HEADER.size + sum(map(len, frames[1:]))
     if length != body_bytes:
         raise ProtocolError(f"{body_bytes} bytes follow a header that says {length}")
     return _Header(kind, rank, session, number)
@@ -435,6 +436,7 @@ class RemoteWriter(_Link):
         security: "curve" or "none".
         ranks: the ranks that may attach.
         token: what a reader must show.
+        n_chunks: how many messages may be on their way.
         window_bytes: how many bytes of messages too large for a chunk may be on their way.
         place_of: what holds the place of a rank and epoch in the ring.
         new_epoch, admit, strike, has_left: the ring's.
@@ -450,6 +452,7 @@ class RemoteWriter(_Link):
         security: str,
         ranks: tuple[int, ...],
         token: str,
+        n_chunks: int,
         window_bytes: int,
         place_of: Callable[[int, int], RingReader],
         new_epoch: Callable[[int], int],
@@ -461,7 +464,7 @@ class RemoteWriter(_Link):
         self.holders: dict[int, Peer] = {}
         self.keys: CurveKeys | None = None
         self._token = token.encode()
-        self._window_bytes = window_bytes
+        self._n_chunks, self._window_bytes = n_chunks, window_bytes
         self._place_of, self._new_epoch = place_of, new_epoch
         self._admit, self._strike, self._has_left = admit, strike, has_left
         self._never_admitted = set(ranks)
@@ -703,11 +706,11 @@ class RemoteWriter(_Link):
         if not peer.is_started:
             peer.is_started = True
             peer.next_number = peer.sent_number = peer.acked = peer.released = peer.start
-        self._send(peer, _ADMISSION, number=peer.start, body=[_who()])
+        self._send(peer, _ADMISSION, peer.start, _WINDOW.pack(self._n_chunks) + _who())
 
     def _forget(self, peer: Peer, kind: int, text: str = "") -> None:
         peer.is_over = True
-        self._send(peer, kind, body=[text.encode()])
+        self._send(peer, kind, text=text.encode())
         self._peers.pop(peer.session, None)
         self._disconnect(peer)
 
@@ -719,14 +722,24 @@ class RemoteWriter(_Link):
             peer.unfinished += trackers
         peer.sent.clear()
 
-    def _send(self, peer: Peer, kind: int, number: int = 0, body: list[Any] | None = None) -> bool:
+    def _send(
+        self,
+        peer: Peer,
+        kind: int,
+        number: int = 0,
+        text: bytes | memoryview = b"",
+        *frames: zmq.Frame | memoryview,
+    ) -> bool:
         """Send to a peer, unless its connection is found to have ended."""
         if peer.identity is None:
             return False
-        body = body or []
-        header = _pack(kind, peer.rank, peer.session, number, body)
+        size_bytes = len(text) + sum(len(frame) for frame in frames)
+        head = _HEADER.pack(_MAGIC, kind, peer.rank, peer.session, number, size_bytes) + text
         try:
-            self._socket.send_multipart([peer.identity, header, *body], zmq.NOBLOCK, copy=False)
+            self._socket.send(peer.identity, zmq.SNDMORE | zmq.NOBLOCK)
+            self._socket.send(head, zmq.SNDMORE if frames else 0)
+            if frames:
+                self._socket.send_multipart(frames, copy=False)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
@@ -738,11 +751,9 @@ class RemoteWriter(_Link):
     def _take(self, now: float, identity: bytes, frames: list[Any]) -> None:
         peer = self._by_identity.get(identity)
         try:
-            if not frames:
-                raise ProtocolError("a message without frames")
-            header = _unpack(frames[0], sum(map(len, frames[1:])))
+            header = _unpack(frames)
             if header.kind in (_HELLO, _RESUME):
-                self._greet(now, identity, header, frames[1:])
+                self._greet(now, identity, header, frames[0][_HEADER.size :])
                 return
             if peer is None or header.session != peer.session or header.rank != peer.rank:
                 raise ProtocolError(f"a frame of kind {header.kind} is out of turn")
@@ -755,14 +766,13 @@ class RemoteWriter(_Link):
 
     def _answer(self, identity: bytes, kind: int, text: str, session: int = 0) -> None:
         """Answer somebody who is no peer, or has gone."""
-        body = [text.encode()]
+        head = _HEADER.pack(_MAGIC, kind, 0, session, 0, len(text.encode()))
         with contextlib.suppress(zmq.ZMQError):
-            header = _pack(kind, 0, session, 0, body)
-            self._socket.send_multipart([identity, header, *body], zmq.NOBLOCK)
+            self._socket.send_multipart([identity, head + text.encode()], zmq.NOBLOCK)
 
-    def _greet(self, now: float, identity: bytes, header: _Header, body: list[Any]) -> None:
+    def _greet(self, now: float, identity: bytes, header: _Header, body: bytes) -> None:
         kind, rank, session, number = header
-        token, who = body if len(body) == 2 else (b"", b"")
+        token, who = body[: len(self._token)], body[len(self._token) :]
         if not hmac.compare_digest(token, self._token):
             self._answer(identity, _DENIAL, "the token is not the one of this queue", session)
             return
@@ -833,20 +843,23 @@ class RemoteWriter(_Link):
         self._release(now, peer)
 
     def _send_message(self, peer: Peer) -> bool:
-        message = self._messages[peer.next_number]
-        body: list[Any] = []
+        number = peer.next_number
+        stream, buffers, _ = self._messages[number]
+        if not buffers and len(stream) < _ALIASED_BYTES:
+            return self._send(peer, _MESSAGE, number, stream)
+        frames: list[zmq.Frame | memoryview] = []
         trackers: list[zmq.MessageTracker] = []
-        for buffer in (message.stream, *message.buffers):
+        for buffer in (stream, *buffers):
             if len(buffer) < _ALIASED_BYTES:
-                body.append(buffer)
+                frames.append(buffer)
             else:
                 frame = zmq.Frame(buffer, track=True, copy=False)
                 assert isinstance(frame.tracker, zmq.MessageTracker)
-                body.append(frame)
+                frames.append(frame)
                 trackers.append(frame.tracker)
         if trackers:
-            peer.sent.append((peer.next_number, trackers))
-        return self._send(peer, _MESSAGE, peer.next_number, body)
+            peer.sent.append((number, trackers))
+        return self._send(peer, _MESSAGE, number, b"", *frames)
 
     def _release(self, now: float, peer: Peer) -> None:
         """Give back what was acknowledged and is not used by ZeroMQ any more."""
@@ -896,6 +909,7 @@ class RemoteRing:
 
     def __init__(self, ack: Callable[[], None]) -> None:
         self._ack = ack
+        self.ack_from = 0  # the number from which on a release is acknowledged at once
         self.event = _Event()  # set by the I/O thread whenever something has changed
         self._is_stopped = False
         self.messages = self.bytes = self.oob_buffers = self.oob_bytes = self.waits = 0
@@ -933,7 +947,8 @@ class RemoteRing:
         self.oob_buffers += message.oob_buffers
         self.oob_bytes += message.oob_bytes
         self.arrived.popleft()
-        self._ack()
+        if self.next_sequence >= self.ack_from or message.n_bytes >= _ALIASED_BYTES:
+            self._ack()
 
     def wait(self, spin_ns: int, sleep_ns: int) -> None:
         """Sleep until something changes; returns early for a signal."""
@@ -1003,6 +1018,8 @@ class RemoteReader(_Link):
         self._cut_at: float | None = time.monotonic()
         self._has_ended = False  # the present connection
         self._acked = 0  # over it
+        self._ack_at = float("inf")
+        self._ack_every = 1  # a quarter of the window
         self._loop = _Loop.enter()
         self.ring = RemoteRing(self._loop.wake)
         self._loop.add(self)
@@ -1091,9 +1108,7 @@ class RemoteReader(_Link):
                 self._try_take_frames(frames)
             if len(some) < _BATCH or not self._has_ended:
                 break
-        if self.ring.next_sequence > self._acked:
-            self._acked = self.ring.next_sequence
-            self._say(_ACK, self._acked)
+        self._acknowledge(now)
         if self.is_closing:
             self._say(_LEAVE)
             self._disconnect(linger_ms=1000)
@@ -1105,7 +1120,20 @@ class RemoteReader(_Link):
             return self._connect_at
         elif not self.is_admitted and now >= self._hello_at:
             self._greet(now)
-        return now + _BEAT_S
+        return min(self._ack_at, now + _BEAT_S)
+
+    def _acknowledge(self, now: float) -> None:
+        """Acknowledge what was released, at once or together with what comes a little later."""
+        ring = self.ring
+        if ring.next_sequence >= ring.ack_from or now >= self._ack_at or self.is_closing:
+            if ring.next_sequence > self._acked:
+                self._acked = ring.next_sequence
+                self._say(_ACK, self._acked)
+            # Who was not released in time is acknowledged when it is.
+            self._ack_at = float("inf")
+            ring.ack_from = self._acked + (1 if ring.lag else self._ack_every)
+        elif self._ack_at == float("inf") and ring.n_arrived > self._acked:
+            self._ack_at = now + _ACK_S
 
     def abort(self, error: str) -> None:
         """Close at once."""
@@ -1127,19 +1155,19 @@ class RemoteReader(_Link):
         self._loop.watch(socket, self._monitor)
         socket.connect(_join(self._address, self.port))
         self._give_up_at = now + _GREETING_S
-        self._has_ended, self._acked = False, 0
+        self._has_ended, self._acked, self.ring.ack_from = False, 0, 0
         self._greet(now)
 
     def _greet(self, now: float) -> None:
         self._hello_at = now + _BEAT_S
         kind = _RESUME if self.is_admitted else _HELLO
-        self._say(kind, self.ring.n_arrived, [self._token.encode(), _who()])
+        self._say(kind, self.ring.n_arrived, self._token.encode() + _who())
 
-    def _say(self, kind: int, number: int = 0, body: list[Any] | None = None) -> None:
+    def _say(self, kind: int, number: int = 0, text: bytes = b"") -> None:
         assert self._socket is not None
-        header = _pack(kind, self._rank, self._session, number, body or [])
+        head = _HEADER.pack(_MAGIC, kind, self._rank, self._session, number, len(text))
         try:
-            self._socket.send_multipart([header, *(body or [])], zmq.NOBLOCK)
+            self._socket.send(head + text, zmq.NOBLOCK)
         except zmq.Again:  # the connection has ended, and there is no other one
             self._has_ended = True
 
@@ -1178,21 +1206,26 @@ class RemoteReader(_Link):
             self._fail(ProtocolError, f"the peer at {self._endpoint}: {error}")
 
     def _take(self, frames: list[zmq.Frame]) -> None:
-        header = _unpack(frames[0].bytes, sum(map(len, frames[1:])))
+        header = _unpack(frames)
         if header.session not in (self._session, 0):
             raise ProtocolError("a frame is for another session")
         if self._failure is not None:
             return
         self._cut_at = None
         kind, ring = header.kind, self.ring
-        text = frames[1].bytes.decode("utf-8", "replace") if len(frames) == 2 else ""
-        if kind == _MESSAGE and self.is_admitted and len(frames) > 1:
-            self._take_message(header.number, frames[1:])
-        elif kind == _BEAT:
+        if kind == _MESSAGE and self.is_admitted:
+            self._take_message(header.number, frames)
+            return
+        body = bytes(frames[0].buffer[_HEADER.size :])
+        text = body.decode("utf-8", "replace")
+        if kind == _BEAT:
             self._say(_BEAT)
         elif kind == _ADMISSION:
             if self.start is None:
-                self.writer_pid = text
+                window, who = body[: _WINDOW.size], body[_WINDOW.size :]
+                if len(window) == _WINDOW.size:
+                    self._ack_every = max(1, _WINDOW.unpack(window)[0] // 4)
+                self.writer_pid = who.decode("utf-8", "replace")
                 ring.n_arrived = ring.next_sequence = self._acked = header.number
                 self.start = header.number
         elif kind == _CLOSING:
@@ -1217,13 +1250,18 @@ class RemoteReader(_Link):
             return
         if number > self.ring.n_arrived:
             raise ProtocolError(f"message {number} came instead of {self.ring.n_arrived}")
-        lengths = [len(frame) for frame in frames]
-        buffers = [
-            frame.buffer if length >= _ALIASED_BYTES else bytearray(frame.buffer)
-            for frame, length in zip(frames[1:], lengths[1:], strict=True)
-        ]
-        content = (frames[0].buffer, buffers) if buffers else frames[0].bytes
-        self.ring.arrived.append(
-            _Arrived(number, content, sum(lengths), len(buffers), sum(lengths[1:]))
-        )
+        if len(frames) == 1:
+            stream = bytes(frames[0].buffer[_HEADER.size :])
+            arrived = _Arrived(number, stream, len(stream), 0, 0)
+        else:
+            buffers = [
+                frame.buffer if len(frame) >= _ALIASED_BYTES else bytearray(frame.buffer)
+                for frame in frames[2:]
+            ]
+            oob_bytes = sum(map(len, buffers))
+            n_bytes = len(frames[1]) + oob_bytes
+            content = frames[1].buffer, buffers
+            arrived = _Arrived(number, content, n_bytes, len(buffers), oob_bytes)
+        self.ring.arrived.append(arrived)
         self.ring.n_arrived = number + 1
+        self.ring.event.set()
