@@ -129,8 +129,37 @@ def answer_late_bare(descriptor: int, pause_s: float) -> None:
         bare.send(taken_ns)
 
 
+def raw_zmq(forth: str, back: str, keys: list[str]) -> None:
+    """Bare PUSH and PULL: send small messages back; touch the pages of large ones, say the size."""
+    import pickle
+
+    import torch
+    import zmq
+
+    torch.set_num_threads(1)
+    context = zmq.Context()
+    pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    for socket, address in ((pull, forth), (push, back)):
+        if keys:
+            server, public, secret = (key.encode() for key in keys)
+            socket.curve_serverkey, socket.curve_publickey = server, public
+            socket.curve_secretkey = secret
+        socket.connect(address)
+    _say("ready")
+    while True:
+        frame = pull.recv(copy=False)
+        if len(frame) < 1 << 20:
+            push.send(pickle.dumps(pickle.loads(frame.buffer), protocol=5), copy=False)
+            continue
+        tensor = torch.frombuffer(frame.buffer, dtype=torch.uint8)
+        size_bytes = tensor.nbytes
+        int(tensor[:: mmap.PAGESIZE].sum())
+        del tensor, frame
+        push.send(pickle.dumps(size_bytes, protocol=5), copy=False)
+
+
 if __name__ == "__main__":
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a bare futex does not notice a dead parent
     arguments = json.loads(sys.stdin.readline())
-    roles = {role.__name__: role for role in (echo, touch, answer_late, answer_late_bare)}
+    roles = {role.__name__: role for role in (echo, touch, answer_late, answer_late_bare, raw_zmq)}
     roles[arguments.pop("role")](**arguments)
