@@ -349,6 +349,8 @@ class MessageQueue(_QueueEnd):
             weakref.WeakKeyDictionary()
         )
         self._remote: RemoteWriter | None = None
+        self._n_handed_on = 0  # how many messages the remote ranks' link was given
+        self._images: dict[int, Mapping] = {}  # of those in files, until they are handed on
         try:
             self._create(Layout.of(config))
         except OSError as error:
@@ -502,7 +504,7 @@ class MessageQueue(_QueueEnd):
                 if self._ring.try_publish(stream, buffers):
                     self._publish_slowly(stream, buffers, math.inf)
                 elif self._remote is not None:
-                    self._send_chunk()
+                    self._hand_on()
         else:
             deadline = _deadline(timeout)
             with self._lock.until(deadline, QueueFull):
@@ -510,7 +512,7 @@ class MessageQueue(_QueueEnd):
                 if self._ring.try_publish(stream, buffers):
                     self._publish_slowly(stream, buffers, deadline)
                 elif self._remote is not None:
-                    self._send_chunk()
+                    self._hand_on()
 
     def stats(self) -> QueueStats:
         """
@@ -552,8 +554,7 @@ class MessageQueue(_QueueEnd):
                 match self._ring.try_claim(needed_bytes, has_looked):
                     case Claim.DONE if not in_file:
                         if self._ring.try_publish(stream, buffers, True) == Claim.DONE:
-                            if self._remote is not None:
-                                self._send_chunk()
+                            self._hand_on()
                             return
                     case Claim.DONE if self._remote and not self._remote.has_room(size_bytes):
                         self._pause(wait, for_chunk=False)
@@ -567,12 +568,13 @@ class MessageQueue(_QueueEnd):
                         if self._control.send_file(self._nonce, self._file, sent):
                             # Let go of first: whoever is interrupted must not close it twice.
                             file, self._file = self._file, None
-                            image = self._image_for_remote(file, size_bytes)
+                            if self._remote is not None:
+                                number = self._ring.messages
+                                self._images[number] = map_file(file, size_bytes, writable=False)
                             self._control.keep_file(self._nonce, file)
                             self._ring.publish_file(self._nonce, stream, buffers)
                             self._fallbacks += 1
-                            if self._remote is not None and image is not None:
-                                self._send_image(image, size_bytes)
+                            self._hand_on()
                             return
                         self._pause(wait, for_chunk=False)
                     case Claim.FULL:
@@ -592,20 +594,22 @@ class MessageQueue(_QueueEnd):
         finally:
             self._drop_file()
 
-    def _send_chunk(self) -> None:
-        """Hand the message in the chunk that was just published to the remote ranks."""
+    def _hand_on(self) -> None:
+        """Have what was published sent to the remote ranks; also what a signal left undone."""
+        if self._remote is None:
+            return
         layout, data = self._segment.layout, self._segment.data
         assert data is not None  # it is mapped until the end is closed
-        offset = layout.chunk_offset((self._ring.messages - 1) % layout.n_chunks)
-        self._send_image(memoryview(data)[offset : offset + layout.chunk_bytes], 0)
-
-    def _send_image(self, image: Any, file_bytes: int) -> None:
-        assert self._remote is not None
-        number = self._ring.messages - 1
-        self._remote.publish(number, *read_image(image, number), file_bytes)
-
-    def _image_for_remote(self, file: int, size_bytes: int) -> Mapping | None:
-        return map_file(file, size_bytes, writable=False) if self._remote else None
+        while self._n_handed_on < self._ring.messages:
+            number = self._n_handed_on
+            image: Any = self._images.get(number)
+            file_bytes = len(memoryview(image)) if image else 0
+            if image is None:  # the chunk is not written again before all have acknowledged it
+                offset = layout.chunk_offset(number % layout.n_chunks)
+                image = memoryview(data)[offset : offset + layout.chunk_bytes]
+            self._remote.publish(number, *read_image(image, number), file_bytes)
+            self._images.pop(number, None)
+            self._n_handed_on += 1
 
     def _drop_file(self) -> None:
         file, self._file = self._file, None
@@ -733,6 +737,7 @@ class MessageQueue(_QueueEnd):
             self._remote.serve()
 
     def _finish(self) -> None:
+        self._hand_on()
         # Nothing can be published any more, so what the closing mark says is true.
         self._ring.say_closing()
         with contextlib.ExitStack() as parts:

@@ -51,6 +51,7 @@ from typing import Any, Final, NamedTuple
 
 import attrs
 import zmq
+import zmq.utils.garbage  # its `atexit` has to be registered before ours
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
@@ -252,7 +253,7 @@ class _Loop:
         self.links: list[_Link] = []
         self._is_exiting = False
         self._thread = threading.Thread(target=self._run, name="shmcast-remote", daemon=True)
-        # Before pyzmq's own, which gives up the memory that is on its way; and the children of
+        # It comes before pyzmq's own, which gives up the memory that is on its way. The children of
         # `multiprocessing` leave `atexit` out.
         atexit.register(self._at_exit)
         self._finalizer = multiprocessing.util.Finalize(None, self._at_exit, exitpriority=0)
@@ -577,9 +578,11 @@ class RemoteWriter(_Link):
 
     def vacate(self, rank: int) -> None:
         """End a rank's attachment, which has left or died; it may be claimed from now on."""
+        # A signal may come at any line: then this is done again, and the I/O thread sees the mark.
         self._strike(rank)
-        peer = self.holders.pop(rank)
+        peer = self.holders[rank]
         peer.is_over = True
+        self.holders.pop(rank)
         self._command(functools.partial(self._forget, peer, _EVICTION, ""))
 
     def serve(self) -> None:
@@ -607,7 +610,6 @@ class RemoteWriter(_Link):
         if holder.heard_at <= peer.claimed_at and silence_s < RESUME_S:
             self._command(functools.partial(self._send, holder, _BEAT))  # it may have died just now
             return False
-        peer.is_over = True
         text = f"rank {peer.rank} is held by process {holder.pid}, which is alive"
         self._command(functools.partial(self._forget, peer, _REFUSAL, text))
         return True
@@ -702,8 +704,9 @@ class RemoteWriter(_Link):
                 self._forget(peer, _CLOSING)
 
     def _take_message(self, number: int, message: _Message) -> None:
-        self._messages[number] = message
-        self._published = number + 1
+        if number >= self._published:  # else a signal had it handed on twice
+            self._messages[number] = message
+            self._published = number + 1
 
     def _start(self, peer: Peer) -> None:
         assert peer.start is not None
@@ -835,7 +838,10 @@ class RemoteWriter(_Link):
             raise ProtocolError(f"a frame of kind {header.kind} is out of turn")
 
     def _serve_peer(self, now: float, peer: Peer) -> None:
-        if peer.is_over or not peer.is_started:
+        if peer.is_over:
+            self._forget(peer, _EVICTION)
+            return
+        if not peer.is_started:
             if peer.cut_at is not None and now - peer.cut_at > RESUME_S:
                 peer.is_over = True
                 self._peers.pop(peer.session, None)
