@@ -592,6 +592,7 @@ class MessageQueue(_QueueEnd):
                             self._ranks,
                         )
         finally:
+            self._images.pop(self._ring.messages, None)  # of one that was not published
             self._drop_file()
 
     def _hand_on(self) -> None:

@@ -1090,3 +1090,112 @@ def test_handle_hides_the_keys(connect: Connect, tmp_path: Path) -> None:
     shown = f"{handle!r} {handle} {queue!r} {reader!r}"
     assert [] == [secret for secret in (*handle.curve_keys, handle.token) if secret in shown]
     assert () == new_queue(security="none").export_handle().curve_keys
+
+
+# --- signals at any line --------------------------------------------------------------------------
+
+
+cut_off_things_warn = pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+
+
+class Interrupt(BaseException):
+    """What the handler raises."""
+
+
+@pytest.fixture
+def interrupt_after() -> Iterator[Callable[[Callable[[], object], float], bool]]:
+    """Run a call with an alarm that raises; whether that ended it."""
+
+    def handler(*_: object) -> None:
+        raise Interrupt
+
+    def run_it(call: Callable[[], object], delay_s: float) -> bool:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, delay_s)
+            call()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except Interrupt:
+            return True
+        return False
+
+    previous = signal.signal(signal.SIGALRM, handler)
+    yield run_it
+    signal.signal(signal.SIGALRM, previous)
+
+
+InterruptAfter = Callable[[Callable[[], object], float], bool]
+
+
+@pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+@pytest.mark.parametrize(
+    ("n_bytes", "most_s"), [(10, 150e-6), (40_000, 600e-6)], ids=["chunk", "file"]
+)
+def test_interrupted_enqueue(
+    connect: Connect, interrupt_after: InterruptAfter, n_bytes: int, most_s: float
+) -> None:
+    """An interrupted enqueue published its message or did not; every other one arrives whole."""
+    queue, readers = connect(n_readers=2, local_reader_ranks=(1,), chunk_bytes=16384, n_chunks=8)
+    seed = random.getrandbits(32)
+    delays = random.Random(seed)
+    for index in range(200):
+        sent = [index, bytes(n_bytes)]
+        is_cut = interrupt_after(
+            lambda sent=sent: queue.enqueue(sent), delays.uniform(1e-6, most_s)
+        )
+        queue.enqueue("next", PATIENCE_S)
+        for reader in readers:
+            got = [reader.dequeue(PATIENCE_S)]
+            while got[-1] != "next":
+                got.append(reader.dequeue(PATIENCE_S))
+            allowed = [[sent, "next"], ["next"]] if is_cut else [[sent, "next"]]
+            assert got in allowed, f"seed {seed}, round {index}"
+    queue.close()
+    for reader in readers:
+        assert [] == list(reader)
+
+
+@pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+def test_interrupted_dequeue(connect: Connect, interrupt_after: InterruptAfter) -> None:
+    """An interrupted dequeue loses at most the message that it was about to return."""
+    queue, (reader,) = connect(n_chunks=8)
+    seed = random.getrandbits(32)
+    delays = random.Random(seed)
+    for index in range(200):
+        queue.enqueue(("first", index), PATIENCE_S)
+        queue.enqueue(("second", index), PATIENCE_S)
+        got: list[object] = []
+        interrupt_after(
+            lambda got=got: got.append(reader.dequeue(PATIENCE_S)), delays.uniform(1e-6, 300e-6)
+        )
+        while got[-1:] != [("second", index)]:
+            got.append(reader.dequeue(PATIENCE_S))
+        assert got in (
+            [("first", index), ("second", index)],
+            [("second", index)],
+        ), f"seed {seed}, round {index}"
+
+
+@pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+def test_interrupted_handshake(interrupt_after: InterruptAfter) -> None:
+    """After an interrupt of either end's call the other calls go on, and the rank is admitted."""
+    seed = random.getrandbits(32)
+    delays = random.Random(seed)
+    for index in range(40):
+        with new_queue() as queue, MessageReader(queue.export_handle(), 0) as reader:
+            call = (queue.wait_until_ready, reader.wait_until_ready)[index % 2]
+            interrupt_after(lambda call=call: call(PATIENCE_S), delays.uniform(1e-6, 3e-3))
+            queue.wait_until_ready(PATIENCE_S)
+            queue.enqueue(index, PATIENCE_S)
+            try:
+                got = reader.dequeue(PATIENCE_S)
+            except ShmcastError as error:
+                got = index if "interrupted" in str(error) else error
+            assert index == got, f"seed {seed}, round {index}"
