@@ -407,6 +407,7 @@ class Peer:
     session: int
     pid: str  # with the host that it is on
     identity: bytes | None  # of its connection, None while that is cut
+    known_as: bytes  # of its last connection: what it said before the end is read after it
     claimed_at: float
     heard_at: float
     cut_at: float | None = None
@@ -719,13 +720,16 @@ class RemoteWriter(_Link):
     def _forget(self, peer: Peer, kind: int, text: str = "") -> None:
         peer.is_over = True
         self._send(peer, kind, text=text.encode())
+        self._drop(peer)
+
+    def _drop(self, peer: Peer) -> None:
+        peer.is_over = True
         self._peers.pop(peer.session, None)
+        self._by_identity.pop(peer.known_as, None)
         self._disconnect(peer)
 
     def _disconnect(self, peer: Peer) -> None:
-        if peer.identity is not None:
-            del self._by_identity[peer.identity]
-            peer.identity = None
+        peer.identity = None
         for _, trackers in peer.sent:
             peer.unfinished += trackers
         peer.sent.clear()
@@ -795,12 +799,13 @@ class RemoteWriter(_Link):
                 return
             text = who.decode("utf-8", "replace")
             pid = "".join(char if char.isprintable() else "?" for char in text)
-            peer = self._peers[session] = Peer(rank, session, pid, None, now, now)
+            peer = self._peers[session] = Peer(rank, session, pid, None, b"", now, now)
         if peer.rank != rank:
             raise ProtocolError(f"the session of rank {peer.rank} is shown for rank {rank}")
         if peer.identity != identity:
             self._disconnect(peer)
-            peer.identity = identity
+            self._by_identity.pop(peer.known_as, None)
+            peer.identity = peer.known_as = identity
             self._by_identity[identity] = peer
         peer.heard_at, peer.cut_at = now, None
         if not peer.is_started:
@@ -830,9 +835,7 @@ class RemoteWriter(_Link):
             if peer.is_started and peer.place is not None:
                 self._release(now, peer)
                 peer.place.leave()
-            self._peers.pop(peer.session, None)
-            self._disconnect(peer)
-            peer.is_over = True
+            self._drop(peer)
             self.claimed.set()
         elif header.kind != _BEAT:
             raise ProtocolError(f"a frame of kind {header.kind} is out of turn")
@@ -843,8 +846,7 @@ class RemoteWriter(_Link):
             return
         if not peer.is_started:
             if peer.cut_at is not None and now - peer.cut_at > RESUME_S:
-                peer.is_over = True
-                self._peers.pop(peer.session, None)
+                self._drop(peer)
             return
         while peer.next_number < self._published and self._send_message(peer):
             peer.next_number += 1
