@@ -89,6 +89,7 @@ _TRACKER_S: Final = 0.001  # when to ask again whether ZeroMQ has let go of a me
 _MOST_ASKED_BYTES: Final = 1024  # of a frame that a reader sends
 #: ZeroMQ copies what is smaller. Such a frame may lie at any address, so it is copied on arrival.
 _ALIASED_BYTES: Final = 64 * 1024
+_SPARE_DESCRIPTORS: Final = 24  # more than a context and an end's sockets take
 _BATCH: Final = 100  # how many messages one socket is served in turn
 
 _DISCONNECTED: Final = zmq.EVENT_DISCONNECTED
@@ -214,6 +215,13 @@ class _Event:
         self._poll.poll(timeout_s * 1e3)
 
 
+def _check_descriptors() -> None:
+    """Raise OSError if few are left: ZeroMQ would end the process where it gets none."""
+    with contextlib.ExitStack() as taken:
+        for _ in range(_SPARE_DESCRIPTORS):
+            taken.callback(os.close, os.eventfd(0, os.EFD_CLOEXEC))
+
+
 class _Link:
     """An end's sockets, which only the loop's thread touches; it calls `run`."""
 
@@ -262,6 +270,7 @@ class _Loop:
     def enter(cls) -> _Loop:
         """The loop, for one more link; `leave` or a link that is done gives it back."""
         with cls.lock:
+            _check_descriptors()
             loop = cls.current or cls()
             loop.n_users += 1
             if cls.current is None:
@@ -498,7 +507,6 @@ class RemoteWriter(_Link):
         try:
             self._bind(bind, security)
         except BaseException:
-            self._loop.allowed_keys.pop(self._domain, None)
             self._loop.leave()
             raise
         self._loop.add(self)
@@ -687,7 +695,7 @@ class RemoteWriter(_Link):
         self._finish(0)
 
     def _finish(self, linger_ms: int) -> None:
-        self._loop.allowed_keys.pop(self._domain, None)
+        # The key stays: who comes while the socket closes shall find nobody, not a wrong key.
         self._socket.disable_monitor()
         self._loop.drop(self._monitor)
         self._loop.drop(self._socket, linger_ms=linger_ms)
@@ -1193,6 +1201,8 @@ class RemoteReader(_Link):
             self._refusal = ProtocolError
         elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             self._refusal = AuthenticationError
+        elif event == zmq.EVENT_CLOSED:  # nobody listens
+            self._refusal = WriterLost
 
     def _cut(self, now: float) -> None:
         self._disconnect()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import signal
@@ -33,6 +34,7 @@ from test_contract import (
     start_processes,  # noqa: F401  # a fixture
     start_threads,
 )
+from test_interrupts import memory_files
 
 from shmcast import (
     AuthenticationError,
@@ -1121,8 +1123,12 @@ def interrupt_after() -> Iterator[Callable[[Callable[[], object], float], bool]]
         return False
 
     previous = signal.signal(signal.SIGALRM, handler)
+    before = memory_files()
     yield run_it
     signal.signal(signal.SIGALRM, previous)
+    gc.collect()  # here, where the warnings about what was cut off are expected
+    for descriptor in memory_files() - before:  # other tests look for them
+        os.close(descriptor)
 
 
 InterruptAfter = Callable[[Callable[[], object], float], bool]
@@ -1135,7 +1141,7 @@ InterruptAfter = Callable[[Callable[[], object], float], bool]
     ("n_bytes", "most_s"), [(10, 150e-6), (40_000, 600e-6)], ids=["chunk", "file"]
 )
 def test_interrupted_enqueue(
-    connect: Connect, interrupt_after: InterruptAfter, n_bytes: int, most_s: float
+    interrupt_after: InterruptAfter, connect: Connect, n_bytes: int, most_s: float
 ) -> None:
     """An interrupted enqueue published its message or did not; every other one arrives whole."""
     queue, readers = connect(n_readers=2, local_reader_ranks=(1,), chunk_bytes=16384, n_chunks=8)
@@ -1161,7 +1167,7 @@ def test_interrupted_enqueue(
 @pytest.mark.filterwarnings(
     "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
 )
-def test_interrupted_dequeue(connect: Connect, interrupt_after: InterruptAfter) -> None:
+def test_interrupted_dequeue(interrupt_after: InterruptAfter, connect: Connect) -> None:
     """An interrupted dequeue loses at most the message that it was about to return."""
     queue, (reader,) = connect(n_chunks=8)
     seed = random.getrandbits(32)
@@ -1199,3 +1205,25 @@ def test_interrupted_handshake(interrupt_after: InterruptAfter) -> None:
             except ShmcastError as error:
                 got = index if "interrupted" in str(error) else error
             assert index == got, f"seed {seed}, round {index}"
+
+
+def test_out_of_descriptors() -> None:
+    """With few descriptors left a queue is refused, with some more it is made; no abort."""
+    program = (
+        "import os, resource\n"
+        "from shmcast import *\n"
+        "import shmcast.remote\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
+        "taken = [os.open('/dev/null', 0) for _ in range(50)]\n"
+        "n_refused = 0\n"
+        "while True:\n"
+        "    try:\n"
+        f"        MessageQueue(QueueConfig(local_reader_ranks=(), bind='{BIND}')).close()\n"
+        "        break\n"
+        "    except ConfigError as error:\n"
+        "        assert 'RLIMIT_NOFILE' in str(error)\n"
+        "        n_refused += 1\n"
+        "        os.close(taken.pop())\n"
+        "assert n_refused > 5, n_refused\n"
+    )
+    assert 0 == subprocess.run([sys.executable, "-c", program], check=False).returncode
