@@ -39,7 +39,7 @@ class Mapping:
 def image_bytes(
     stream: list[bytes],
     buffers: list[memoryview],
-    places: list[tuple[int, int] | None] = ...,
+    places: list[tuple[int, int] | None] | None = None,
 ) -> int: ...
 def image_pieces(
     sequence: int, stream: list[bytes], buffers: list[memoryview]

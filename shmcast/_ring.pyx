@@ -8,11 +8,11 @@ No policy, no pickle, no sockets: callers hold the lock of their end, and decide
 a silent writer means. `layout` says who owns which word; an image, as it lies in a chunk or in a
 memory file, is written and parsed here alone::
 
-    ┌──────────┬──────┬──────────────┬───────────┬──────┬─────────────────┬────────┬─ ─ ─┬──────────
-    │ sequence │ kind │ stream_bytes │ n_buffers │ slot │ length, offset, │ stream │     │ buffer 0 …
-    │          │      │              │           │      │ slot of each …  │        │     │
-    └──────────┴──────┴──────────────┴───────────┴──────┴─────────────────┴────────┴─ ─ ─┴──────────
-      8 bytes    8      8              8           8      24 a buffer              at multiples of 64
+    ┌──────────┬──────┬──────────────┬───────────┬──────┬─────────────────┬────────┬─ ─┬──────────
+    │ sequence │ kind │ stream_bytes │ n_buffers │ slot │ length, offset, │ stream │   │ buffer 0 …
+    │          │      │              │           │      │ slot of each …  │        │   │
+    └──────────┴──────┴──────────────┴───────────┴──────┴─────────────────┴────────┴─ ─┴──────────
+      8 bytes    8      8              8           8      24 a buffer            at multiples of 64
 
 A buffer with a block of its own has the block's offset in the data file and its slot in the table;
 any other has 0 there and lies in the image. Where `kind` says that the image lies elsewhere, the
@@ -169,8 +169,8 @@ cdef extern from *:
         return again;
     }
 
-    /* Replace a shared mapping by a private one of the same bytes. Returns an errno: then nobody can
-     * use it. */
+    /* Replace a shared mapping by a private one of the same bytes. Returns an errno: then it cannot
+     * be used any more. */
     static int map_privately(char *address, size_t n_bytes, int descriptor, uint64_t offset) {
         if (mmap(address, n_bytes, PROT_READ | PROT_WRITE, MAP_FIXED | MAP_PRIVATE | MAP_NORESERVE,
                  descriptor, (off_t)offset) == MAP_FAILED) {
@@ -183,7 +183,8 @@ cdef extern from *:
     }
 
     static void *copy_of(const char *address, size_t n_bytes) {
-        void *copy = mmap(NULL, n_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        void *copy = mmap(NULL, n_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1,
+                          0);
         return copy == MAP_FAILED ? NULL : memcpy(copy, address, n_bytes);
     }
 
@@ -410,9 +411,9 @@ cdef int check_block(uint64_t offset, uint64_t length, uint64_t slot, uint64_t a
     return 0
 
 
-def image_bytes(list stream not None, list buffers not None, list places not None=[]):
+def image_bytes(list stream not None, list buffers not None, list places=None):
     """How many bytes the image of this message takes."""
-    return image_size(stream, buffers, places)
+    return image_size(stream, buffers, NO_PLACES if places is None else places)
 
 
 def image_pieces(uint64_t sequence, list stream not None, list buffers not None):
@@ -422,8 +423,8 @@ def image_pieces(uint64_t sequence, list stream not None, list buffers not None)
     `image_bytes` says where it ends.
     """
     cdef ImageHeader header
-    cdef uint64_t length, offset = sizeof(ImageHeader) + sizeof(BufferEntry) * <uint64_t>len(buffers)
-    cdef uint64_t start = offset
+    cdef uint64_t length, start = sizeof(ImageHeader) + sizeof(BufferEntry) * <uint64_t>len(buffers)
+    cdef uint64_t offset = start
     cdef Py_ssize_t index
     entries = bytearray(sizeof(BufferEntry) * len(buffers))
     cdef BufferEntry *table = <BufferEntry *>PyByteArray_AS_STRING(entries)
@@ -1301,7 +1302,8 @@ cdef class Draft:
         cdef int failure
         self.is_detached = True
         with nogil:
-            failure = map_privately(self.memory, whole_pages(self.n_bytes), data_descriptor, self.offset)
+            failure = map_privately(self.memory, whole_pages(self.n_bytes), data_descriptor,
+                                    self.offset)
         return failure
 
     def before_fork(self):
