@@ -892,6 +892,8 @@ cdef class RingWriter(_End):
     cdef uint64_t *cached_cursors            # per rank; stale likewise, a cursor only grows
     cdef uint64_t **cursors                  # per rank, NULL until it is admitted
     cdef uint64_t **sleeps
+    cdef uint64_t **given_up_words           # per rank, a word for each slot
+    cdef uint64_t **given_ups_words
     cdef bint *is_expected
     cdef uint64_t *reserved_bytes            # per chunk
     cdef int64_t look_again_ns
@@ -909,21 +911,28 @@ cdef class RingWriter(_End):
         self.cached_cursors = <uint64_t *>PyMem_Calloc(self.n_readers, sizeof(uint64_t))
         self.cursors = <uint64_t **>PyMem_Calloc(self.n_readers, sizeof(void *))
         self.sleeps = <uint64_t **>PyMem_Calloc(self.n_readers, sizeof(void *))
+        self.given_up_words = <uint64_t **>PyMem_Calloc(self.n_readers, sizeof(void *))
+        self.given_ups_words = <uint64_t **>PyMem_Calloc(self.n_readers, sizeof(void *))
         self.is_expected = <bint *>PyMem_Calloc(self.n_readers, sizeof(bint))
         self.reserved_bytes = <uint64_t *>PyMem_Calloc(self.n_chunks, sizeof(uint64_t))
-        if not (self.cached_cursors and self.cursors and self.sleeps and self.is_expected
-                and self.reserved_bytes):
+        if not (self.cached_cursors and self.cursors and self.sleeps and self.given_up_words
+                and self.given_ups_words and self.is_expected and self.reserved_bytes):
             raise MemoryError
         for rank in range(self.n_readers):
             # A rank that has never attached holds the ring at its cursor, which is 0.
             self.is_expected[rank] = True
             self.sleeps[rank] = self.rank_word(rank, self.layout.sleeps_in_rank)
+            self.given_up_words[rank] = <uint64_t *>(
+                self.control + <size_t>self.layout.rank_given_up_offset(rank))
+            self.given_ups_words[rank] = self.rank_word(rank, self.layout.given_ups_in_rank)
 
     def __dealloc__(self):
         cdef int index
         PyMem_Free(self.cached_cursors)
         PyMem_Free(self.cursors)
         PyMem_Free(self.sleeps)
+        PyMem_Free(self.given_up_words)
+        PyMem_Free(self.given_ups_words)
         PyMem_Free(self.is_expected)
         PyMem_Free(self.reserved_bytes)
         if self.fork_count_at_start == fork_count:  # a forked child has none
@@ -1104,7 +1113,7 @@ cdef class RingWriter(_End):
         cdef uint64_t total = self.ended_drafts
         self._check_not_forked()
         for rank in range(self.n_readers):
-            total += load_relaxed(self.rank_word(rank, self.layout.given_ups_in_rank))
+            total += load_relaxed(self.given_ups_words[rank])
         return total
 
     def given_up(self, int slot, int rank):
@@ -1114,8 +1123,7 @@ cdef class RingWriter(_End):
             raise ValueError(f"there is no slot {slot} of rank {rank}")
         # Acquire pairs with the release store in Leases._give_up: the reader's last loads from the
         # block came before it.
-        return load_acquire(
-            <uint64_t *>(self.control + <size_t>self.layout.rank_given_up_offset(rank)) + slot)
+        return load_acquire(&self.given_up_words[rank][slot])
 
     def expected_ranks(self):
         """The ranks that a message published now is for."""
