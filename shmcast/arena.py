@@ -213,7 +213,7 @@ class Arena:
         if end <= start:
             return True
         # Some more each time, so that a thousand new blocks do not take as many system calls.
-        ahead_bytes = min((end - self._layout.arena_offset) // 8, _MOST_AHEAD_BYTES)
+        ahead_bytes = min((start - self._layout.arena_offset) // 8, _MOST_AHEAD_BYTES)
         for until in (min(end + ahead_bytes, self._layout.data_bytes), end):
             try:
                 self._reserve(start, until - start)
