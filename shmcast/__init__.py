@@ -36,9 +36,10 @@ except ModuleNotFoundError as error:
     if error.name != "shmcast._ring":
         raise
     raise ImportError(
-        "shmcast's extension is not built here: run `pip install .` (or `pip install -e .`) in its "
-        "source tree, and do not import it from there without that"
-    ) from error
+        f"shmcast's extension is not built here, in {__path__[0]}: after `pip install .` run your "
+        f"program in another directory, since in this one Python finds the sources first; "
+        f"or run `pip install -e .`, which builds it here"
+    ) from None
 
 from shmcast.config import DEFAULT_OOB_THRESHOLD_BYTES, QueueConfig
 from shmcast.errors import (

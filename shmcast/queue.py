@@ -1101,6 +1101,7 @@ class MessageReader(_QueueEnd):
             layout = self._segment.layout
             if layout.n_slots and layout.receive == "private":
                 self._lease_blocks()
+            self._segment.close_descriptors()  # what is mapped stays mapped
             self._spin_ns = _spin_ns(layout.spin_us, layout.n_readers)
             self._control.confirm()
             self._control.step()
