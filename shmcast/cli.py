@@ -24,10 +24,10 @@ import attrs
 import click
 
 from shmcast.config import (
-    MOST_READERS,
     DEFAULT_OOB_THRESHOLD_BYTES,
     GIB,
     MIB,
+    MOST_READERS,
     QueueConfig,
     from_environment,
     from_file,
