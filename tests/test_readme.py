@@ -27,6 +27,20 @@ def block(first_line: str) -> str:
     return str(found[0])
 
 
+def test_in_place(tmp_path: Path) -> None:
+    """The program with a tensor that is published in place runs without a word."""
+    program = tmp_path / "in_place.py"
+    program.write_text(block("# in_place.py"), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=2 * PATIENCE_S,
+        check=False,
+    )
+    assert (0, b"") == (done.returncode, done.stdout)
+
+
 def test_quick_start(tmp_path: Path) -> None:
     """The writer and two readers of the quick start run as three programs, and all is well."""
     for name in ("writer.py", "reader.py"):
