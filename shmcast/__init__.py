@@ -28,7 +28,8 @@ The path of a message::
 
 The modules in the order of the data: `config` and `handle` say what is wanted, `layout` where it
 lies, `segment` makes the memory, `control` says who is there and alive, `_ring` holds the hot
-loops, `arena` deals out the blocks, `pickler` turns objects into bytes, `queue` joins them, `cli` is the command.
+loops, `arena` deals out the blocks, `pickler` turns objects into bytes, `queue` joins them, `cli` is
+the command.
 """
 
 import sys
