@@ -13,8 +13,8 @@ Words:
 * cursor: how many messages an end has finished. It only grows; the chunk is derived from it.
 * arena, block: the part of the data file for large buffers; a block is whole pages of it and holds
   one buffer, or one image that is too large for a chunk.
-* lease: a reader's right to a block, over a private mapping of it. It is the object behind a tensor's
-  storage; when that is freed, the block is given up.
+* lease: a reader's right to a block, over a private mapping of it. It is the object behind the
+  storage of a tensor; when that is freed, the block is given up.
 * draft: a block that the writer fills before it is published: the memory of a tensor from `empty`.
 * publish, release: the writer makes a message visible; a reader gives its chunk back.
 * backpressure: the ring is full, so the writer waits.
@@ -28,8 +28,8 @@ The path of a message::
 
 The modules in the order of the data: `config` and `handle` say what is wanted, `layout` where it
 lies, `segment` makes the memory, `control` says who is there and alive, `_ring` holds the hot
-loops, `arena` deals out the blocks, `pickler` turns objects into bytes, `queue` joins them, `cli` is
-the command.
+loops, `arena` deals out the blocks, `pickler` turns objects into bytes, `queue` joins them, and
+`cli` is the command.
 """
 
 import sys

@@ -60,11 +60,43 @@ cdef extern from *:
 
     enum { PAGEMAP_ENTRIES = 512 };
 
-    /* How many forks lie between this process and the one that loaded the module. A handler of the
-     * C library sees every fork, also one that Python does not know of. */
+    /* How many forks lie between this process and the one that loaded the module. Handlers of the
+     * C library see every fork, also one that Python does not know of. */
     static unsigned long fork_count;
-    static void count_fork(void) { fork_count++; }
-    static int watch_forks(void) { return pthread_atfork(NULL, NULL, count_fork); }
+
+    enum { BEFORE_FORK, IN_PARENT, IN_CHILD };
+    static void (*at_fork)(int moment);
+    static _Thread_local int fork_has_gil;
+
+    /* Held while a mapping is replaced, so that a fork comes before or after that. */
+    static pthread_mutex_t fork_mutex = PTHREAD_MUTEX_INITIALIZER;
+
+    /* Python's own hooks would come too early: other threads run between these and the fork. A fork
+     * without the GIL comes from a library, and what it leaves in the child is not for Python. */
+    static void before_fork(void) {
+        pthread_mutex_lock(&fork_mutex);
+        fork_has_gil = PyGILState_Check();
+        if (fork_has_gil)
+            at_fork(BEFORE_FORK);
+    }
+
+    static void after_fork_in_parent(void) {
+        if (fork_has_gil)
+            at_fork(IN_PARENT);
+        pthread_mutex_unlock(&fork_mutex);
+    }
+
+    static void after_fork_in_child(void) {
+        fork_count++;
+        if (fork_has_gil)
+            at_fork(IN_CHILD);
+        pthread_mutex_unlock(&fork_mutex);
+    }
+
+    static int watch_forks(void (*handler)(int moment)) {
+        at_fork = handler;
+        return pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+    }
 
     static inline int64_t monotonic_ns(void) {
         struct timespec now;
@@ -171,6 +203,8 @@ cdef extern from *:
      * `*moved`, NULL if it can't. Returns an errno: then nobody can use the mapping any more. */
     static int map_privately(char *address, size_t n_bytes, int descriptor, uint64_t offset,
                              void **moved) {
+        int failure = 0;
+        pthread_mutex_lock(&fork_mutex);
         /* The range is never unmapped: another thread could get it. Without this the next line
          * would unmap every page, which takes 4 ms for 60 MiB; moving them takes 0.2. */
         *moved = mremap(address, n_bytes, n_bytes, MREMAP_MAYMOVE | 4 /* MREMAP_DONTUNMAP */, NULL);
@@ -178,12 +212,12 @@ cdef extern from *:
             *moved = NULL;
         if (mmap(address, n_bytes, PROT_READ | PROT_WRITE, MAP_FIXED | MAP_PRIVATE | MAP_NORESERVE,
                  descriptor, (off_t)offset) == MAP_FAILED) {
-            int failure = errno;
+            failure = errno;
             mprotect(address, n_bytes, PROT_NONE);
-            return failure;
-        }
-        madvise(address, n_bytes, MADV_DONTDUMP);
-        return 0;
+        } else
+            madvise(address, n_bytes, MADV_DONTDUMP);
+        pthread_mutex_unlock(&fork_mutex);
+        return failure;
     }
 
     static void *copy_of(const char *address, size_t n_bytes) {
@@ -192,8 +226,10 @@ cdef extern from *:
         return copy == MAP_FAILED ? NULL : memcpy(copy, address, n_bytes);
     }
 
-    static int move_to(void *from, void *to, size_t n_bytes) {
-        return mremap(from, n_bytes, n_bytes, MREMAP_MAYMOVE | MREMAP_FIXED, to) == MAP_FAILED;
+    /* Into the place of another mapping, which must not stay. */
+    static void move_to(void *from, void *to, size_t n_bytes) {
+        if (mremap(from, n_bytes, n_bytes, MREMAP_MAYMOVE | MREMAP_FIXED, to) == MAP_FAILED)
+            mprotect(to, n_bytes, PROT_NONE);
     }
 
     static inline void wake_all(uint32_t *word) {
@@ -201,7 +237,11 @@ cdef extern from *:
     }
     """
     unsigned long fork_count
-    int watch_forks() noexcept
+    enum:
+        BEFORE_FORK
+        IN_PARENT
+        IN_CHILD
+    int watch_forks(void (*handler)(int moment) noexcept) noexcept
     int64_t monotonic_ns() noexcept nogil
     void sleep_on(const uint32_t *word, uint32_t expected, int64_t sleep_ns) noexcept nogil
     void wake_all(uint32_t *word) noexcept nogil
@@ -215,11 +255,30 @@ cdef extern from *:
     int map_privately(char *address, size_t n_bytes, int descriptor, uint64_t offset,
                       void **moved) noexcept nogil
     void *copy_of(const char *address, size_t n_bytes) noexcept nogil
-    bint move_to(void *source, void *target, size_t n_bytes) noexcept nogil
+    void move_to(void *source, void *target, size_t n_bytes) noexcept nogil
     int unmap "munmap"(void *address, size_t n_bytes) noexcept nogil
 
 
-if watch_forks():
+cdef void *newest_leases = NULL          # the first of all `Leases`
+cdef void *newest_draft = NULL           # the first of all drafts
+
+
+cdef void at_fork(int moment) noexcept:
+    """Let a forked child keep what it sees; the GIL is held from the first moment to the last."""
+    cdef void *position = newest_leases
+    while position is not NULL and moment == BEFORE_FORK:
+        (<Leases>position).keep(False)
+        position = (<Leases>position).next_leases
+    position = newest_draft
+    while position is not NULL:
+        if moment == BEFORE_FORK:
+            (<Draft>position).before_fork()
+        else:
+            (<Draft>position).after_fork(moment == IN_CHILD)
+        position = (<Draft>position).next_draft
+
+
+if watch_forks(at_fork):
     raise MemoryError("pthread_atfork failed")
 
 
@@ -1313,6 +1372,8 @@ cdef class Draft:
     """
 
     cdef object __weakref__
+    cdef void *next_draft                    # neighbours in the list of all, which does not count
+    cdef void *previous_draft
     cdef RingWriter ring
     cdef char *memory
     cdef char *snapshot                      # what a forked child is to see
@@ -1323,6 +1384,7 @@ cdef class Draft:
     cdef unsigned long fork_count_at_start
 
     def __cinit__(self, RingWriter ring not None, uint64_t offset, Py_ssize_t n_bytes):
+        global newest_draft
         cdef char *source = ring.data + offset
         cdef Window window = ring.take_window(offset, whole_pages(<size_t>n_bytes))
         self.fork_count_at_start = fork_count
@@ -1335,10 +1397,21 @@ cdef class Draft:
         if self.memory is NULL:
             PyErr_SetFromErrno(OSError)
         self.ring = ring
+        self.next_draft = newest_draft
+        if newest_draft is not NULL:
+            (<Draft>newest_draft).previous_draft = <void *>self
+        newest_draft = <void *>self
 
     def __dealloc__(self):
+        global newest_draft
         if self.ring is None:
             return
+        if self.previous_draft is NULL:
+            newest_draft = self.next_draft
+        else:
+            (<Draft>self.previous_draft).next_draft = self.next_draft
+        if self.next_draft is not NULL:
+            (<Draft>self.next_draft).previous_draft = self.previous_draft
         if self.is_detached:
             with nogil:
                 unmap(self.memory, self.mapped_bytes)
@@ -1370,27 +1443,25 @@ cdef class Draft:
             self.ring.keep_window(<char *>moved, self.mapped_bytes, self.offset)
         return failure
 
-    def before_fork(self):
-        """Prepare what a forked child is to see; raises MemoryError."""
+    cdef void before_fork(self) noexcept:
+        """Prepare what a forked child is to see. Without memory for it, it sees nothing."""
         if self.is_detached:
             make_private(self.memory, self.mapped_bytes)
             return
         self.snapshot = <char *>copy_of(self.memory, self.mapped_bytes)
-        if self.snapshot is NULL:
-            raise MemoryError
-        # So that the child has nothing else at this address.
-        set_inherited(self.memory, self.mapped_bytes, True)
+        if self.snapshot is not NULL:
+            # So that the child has nothing else at this address.
+            set_inherited(self.memory, self.mapped_bytes, True)
 
-    def after_fork(self):
-        """In a forked child: end what it shares with its parent. In the parent: clear up."""
+    cdef void after_fork(self, bint in_child) noexcept:
+        """In the child: end what it shares with its parent. In the parent: clear up."""
         if self.snapshot is NULL:
             return
-        if self.fork_count_at_start == fork_count:
+        if not in_child:
             set_inherited(self.memory, self.mapped_bytes, False)
             unmap(self.snapshot, self.mapped_bytes)
-        elif move_to(self.snapshot, self.memory, self.mapped_bytes):
-            PyErr_SetFromErrno(OSError)
         else:
+            move_to(self.snapshot, self.memory, self.mapped_bytes)
             self.is_detached = True
         self.snapshot = NULL
 
@@ -1441,6 +1512,8 @@ cdef class Leases:
     long as it lives: after the reader was closed, and after the writer's death.
     """
 
+    cdef void *next_leases                   # neighbours in the list of all, which does not count
+    cdef void *previous_leases
     cdef char *address                       # of the guard page; the arena follows
     cdef size_t n_bytes
     cdef uint64_t first_offset               # of the guard page in the data file
@@ -1455,6 +1528,7 @@ cdef class Leases:
     cdef unsigned long fork_count_at_start
 
     def __cinit__(self, RingReader reader not None, int data_descriptor):
+        global newest_leases
         self.fork_count_at_start = fork_count
         self.first_offset = reader.layout.guard_offset
         self.n_bytes = reader.data_bytes - self.first_offset
@@ -1464,10 +1538,23 @@ cdef class Leases:
         self.address = <char *>map_arena(data_descriptor, self.first_offset, self.n_bytes)
         if self.address is NULL:
             PyErr_SetFromErrno(OSError)
+        self.next_leases = newest_leases
+        if newest_leases is not NULL:
+            (<Leases>newest_leases).previous_leases = <void *>self
+        newest_leases = <void *>self
 
     def __dealloc__(self):
+        global newest_leases
+        if self.address is NULL:
+            return
+        if self.previous_leases is NULL:
+            newest_leases = self.next_leases
+        else:
+            (<Leases>self.previous_leases).next_leases = self.next_leases
+        if self.next_leases is not NULL:
+            (<Leases>self.next_leases).previous_leases = self.previous_leases
         # A forked child has the leased parts alone, and the rest may be somebody else's by now.
-        if self.address is not NULL and self.fork_count_at_start == fork_count:
+        if self.fork_count_at_start == fork_count:
             unmap(self.address, self.n_bytes)
 
     cdef bint passes_self_test(self) noexcept:
@@ -1591,16 +1678,11 @@ cdef class RingReader(_End):
         self.leases = leases
         return True
 
-    def keep_leases(self, bint for_good):
-        """
-        Make what is leased private, so that nothing can change it.
-
-        Args:
-            for_good: give the blocks up too; then no message may be taken any more.
-        """
+    def keep_leases(self):
+        """Make what is leased private for good, and give the blocks up: the last thing to do."""
         self._check_not_forked()
         if self.leases is not None:
-            self.leases.keep(for_good)
+            self.leases.keep(True)
 
     cdef inline uint64_t _available(self) noexcept nogil:
         # Acquire pairs with the release store in RingWriter._publish.

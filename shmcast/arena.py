@@ -8,9 +8,7 @@ Lower addresses first: these pages are reserved and warm, and fresh ones cost a 
 from __future__ import annotations
 
 import bisect
-import logging
 import mmap
-import os
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Final
@@ -23,10 +21,11 @@ from shmcast.layout import Layout, round_up
 
 __all__ = ["LEAST_BLOCK_BYTES", "Arena", "Block"]
 
-_log = logging.getLogger("shmcast.arena")
-
 #: A smaller buffer is copied out of its chunk sooner than it would be leased and given up.
 LEAST_BLOCK_BYTES: Final = 64 * 1024
+
+#: The drafts of all queues in this process, by address.
+_drafts: weakref.WeakValueDictionary[int, Draft] = weakref.WeakValueDictionary()
 
 #: Who holds the block of a draft besides the readers.
 _WRITER: Final = -1
@@ -123,10 +122,11 @@ class Arena:
         if block is None:
             return None
         try:
-            draft = _drafts.new(self._ring, block.offset, n_bytes)
+            draft = self._ring.draft(block.offset, n_bytes)
         except OSError:
             self._give_back(block)
             return None
+        _drafts[draft.address] = draft
         block.draft = weakref.ref(draft)
         block.holders = {_WRITER}
         self._in_use[block.offset] = block
@@ -142,7 +142,7 @@ class Arena:
         offset = self._ring.offset_of(buffer)
         if offset is not None:
             return self._pending.get(offset)
-        draft = _drafts.at(address_of(buffer))
+        draft = _drafts.get(address_of(buffer))
         if draft is None or draft.is_detached or draft.offset in self._pending:
             return None
         block = self._in_use.get(draft.offset)
@@ -153,26 +153,39 @@ class Arena:
 
     def assign(self, blocks: Iterable[Block], use: int, ranks: Iterable[int]) -> None:
         """Say for which use blocks of the message on its way are, and who has to give them up."""
+        self._settle_left()
         for block in blocks:
             block.holders.update(ranks)
             block.use = use
 
-    def settle(self, published: int) -> None:
+    def settle(self) -> None:
         """End the message on its way: free its blocks, but for those of a published use."""
         for block in list(self._pending.values()):
-            if 0 < block.use <= published:
-                self._in_use[block.offset] = block
-                self._pending.pop(block.offset, None)
-            elif block.draft is not None:
-                block.holders.intersection_update({_WRITER})
-                block.use = 0
-                self._pending.pop(block.offset, None)
-            else:
-                self._give_back(block)
+            self._settle(block)
+
+    def _settle_left(self) -> None:
+        """Settle what an interrupted message has left; the one on its way has no use yet."""
+        for block in list(self._pending.values()):
+            if block.use:
+                self._settle(block)
+
+    def _settle(self, block: Block) -> None:
+        if 0 < block.use <= self._ring.messages:
+            self._in_use[block.offset] = block
+            self._pending.pop(block.offset, None)
+        elif block.draft is None:
+            self._give_back(block)
+        else:
+            block.use = 0
+            self._in_use[block.offset] = block
+            block.holders.intersection_update({_WRITER} if block.draft() is not None else ())
+            self._pending.pop(block.offset, None)
+            self._free_if_unheld(block)
 
     def strike(self, rank: int) -> None:
         """Wait no longer for a rank, in the ring and for what it holds."""
         self._ring.strike(rank)
+        self._settle_left()
         for block in list(self._in_use.values()):
             block.holders.discard(rank)
             self._free_if_unheld(block)
@@ -183,6 +196,7 @@ class Arena:
 
         What it never gives up is lost: this happens only to programs that break the queue.
         """
+        self._settle_left()
         for block in list(self._in_use.values()):
             if rank in block.holders:
                 block.holders.add(-2 - rank)
@@ -193,6 +207,7 @@ class Arena:
         given_ups = self._ring.given_ups
         if given_ups == self._given_ups_seen:
             return
+        self._settle_left()
         for block in list(self._in_use.values()):
             if block.draft is not None and block.draft() is None:
                 block.holders.discard(_WRITER)
@@ -252,37 +267,3 @@ class Arena:
         slots = set(range(self._layout.n_slots)) - {block.slot for block in blocks}
         self._free_slots = sorted(slots, reverse=True)
         self._is_changing = False
-
-
-class _Drafts:
-    """The drafts of this process, also of queues that are closed."""
-
-    def __init__(self) -> None:
-        self._by_address: weakref.WeakValueDictionary[int, Draft] = weakref.WeakValueDictionary()
-        os.register_at_fork(
-            before=self._before_fork,
-            after_in_parent=self._after_fork,
-            after_in_child=self._after_fork,
-        )
-
-    def new(self, ring: RingWriter, offset: int, n_bytes: int) -> Draft:
-        draft = ring.draft(offset, n_bytes)
-        self._by_address[draft.address] = draft
-        return draft
-
-    def at(self, address: int) -> Draft | None:
-        return self._by_address.get(address)
-
-    def _before_fork(self) -> None:
-        for draft in list(self._by_address.values()):
-            try:
-                draft.before_fork()
-            except MemoryError:
-                _log.error("a forked child can't have its own copy of a tensor: no memory")
-
-    def _after_fork(self) -> None:
-        for draft in list(self._by_address.values()):
-            draft.after_fork()
-
-
-_drafts = _Drafts()

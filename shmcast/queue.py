@@ -209,7 +209,7 @@ class _Ends:
     def __init__(self) -> None:
         # Changed by single operations only: a lock could be met again by a signal handler.
         self._references: dict[int, weakref.ref[_QueueEnd]] = {}
-        os.register_at_fork(before=self._before_fork, after_in_child=self._after_fork_in_child)
+        os.register_at_fork(after_in_child=self._after_fork_in_child)
 
     def add(self, end: _QueueEnd) -> None:
         key = id(end)
@@ -227,10 +227,6 @@ class _Ends:
             is_of_same_queue = other._address == end._address
             if other is not end and (is_of_same_queue or other._is_attaching):
                 other._take_step()
-
-    def _before_fork(self) -> None:
-        for end in self._all():
-            end._before_fork()
 
     def _after_fork_in_child(self) -> None:
         # What the child inherits would keep the memory alive after its parent's death.
@@ -332,9 +328,6 @@ class _QueueEnd:
 
     def _step(self) -> object:
         raise NotImplementedError
-
-    def _before_fork(self) -> None:
-        """Prepare what a forked child is to see; nothing, but for a reader."""
 
     def _stop_waits(self) -> None:
         ring = getattr(self, "_ring", None)
@@ -515,7 +508,7 @@ class MessageQueue(_QueueEnd):
             try:
                 stream, buffers = self._pickler.dumps(obj)
             except BaseException:
-                self._arena.settle(self._ring.messages)
+                self._arena.settle()
                 raise
             if buffers or self._ring.try_publish(stream, buffers):
                 self._publish_slowly(stream, buffers, deadline)
@@ -592,7 +585,7 @@ class MessageQueue(_QueueEnd):
             self._publish(message, _Wait(deadline, self._config.warn_after_s, self._spin_ns))
         finally:
             self._drop_file()
-            self._arena.settle(self._ring.messages)
+            self._arena.settle()
 
     def _place(self, message: _Message) -> None:
         """
@@ -1122,18 +1115,13 @@ class MessageReader(_QueueEnd):
             "reader @%s rank %d copies large buffers: %s", self._address, self._rank, reason
         )
 
-    def _before_fork(self) -> None:
-        ring = getattr(self, "_ring", None)
-        if ring is not None:
-            ring.keep_leases(False)
-
     def _finish(self) -> None:
         with contextlib.ExitStack() as parts:
             parts.callback(self._control.close)
             if hasattr(self, "_ring"):
                 parts.callback(self._segment.close)
                 # What was received lives on, private, and the writer gets its blocks back.
-                self._ring.keep_leases(True)
+                self._ring.keep_leases()
                 self._ring.leave()
         _ends.discard(self)
         # The mappings end here, unless another thread is still on its way out of a call. The last
