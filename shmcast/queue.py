@@ -522,6 +522,8 @@ class MessageQueue(_QueueEnd):
         that begins with its first element; after that it is copied like any other tensor. If there
         is no room for it in the arena, or it is smaller than the threshold, it is copied too.
 
+        It has no timeout, and waits while another thread waits in `enqueue`.
+
         Args:
             shape: the length of each dimension.
             dtype: of the elements.
