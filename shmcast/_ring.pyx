@@ -1172,7 +1172,8 @@ cdef class RingWriter(_End):
         cdef uint64_t total = self.ended_drafts
         self._check_not_forked()
         for rank in range(self.n_readers):
-            total += load_relaxed(self.given_ups_words[rank])
+            # Acquire pairs with the release in give_up: who sees the count sees the words.
+            total += load_acquire(self.given_ups_words[rank])
         return total
 
     def given_up(self, int slot, int rank):

@@ -762,13 +762,14 @@ class MessageQueue(_QueueEnd):
                     self._control.vacate(rank)
                     continue
                 if is_dead:
-                    text = f"died {lags[rank]} messages behind"
+                    text = f"{self._who(rank)} died {lags[rank]} messages behind"
             except ProtocolError as error:
                 text, is_damage = str(error), True
             if rank == self._ring.damaged():
-                text, is_damage = "stored a cursor that is out of range", True
+                text = f"{self._who(rank)} stored a cursor that is out of range"
+                is_damage = True
             if text is not None:
-                self._unreported[rank] = f"{self._who(rank)} {text}", is_damage
+                self._unreported[rank] = text, is_damage
                 self._losses += 1
                 if is_damage:
                     self._arena.disown(rank)
