@@ -101,10 +101,11 @@ def echo(handle: str, rank: int, settings: dict[str, Any]) -> None:
 
 def touch(handle: str, rank: int, settings: dict[str, Any]) -> None:
     """
-    Answer with when a tensor came, when a byte of each page was read, and its checksum.
+    Answer with when a tensor came and when a byte of each page was read; then with its checksum.
 
-    It may be a dict of tensors too. They are dropped before the answer. Times are those of
-    `perf_counter_ns`, which is one clock for all processes.
+    It may be a dict of tensors too. The checksum is answered to the next message, when all readers
+    have answered, and the tensors are dropped before. Times are those of `perf_counter_ns`, which
+    is one clock for all processes.
     """
     import torch
 
@@ -113,13 +114,13 @@ def touch(handle: str, rank: int, settings: dict[str, Any]) -> None:
     for message in reader:
         came_ns = time.perf_counter_ns()
         tensors = list(message.values()) if isinstance(message, dict) else [message]
-        parts = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
-        for part in parts:
-            int(part[:: mmap.PAGESIZE].sum())
-        touched_ns = time.perf_counter_ns()
+        for tensor in tensors:
+            int(tensor.view(-1).view(torch.uint8)[:: mmap.PAGESIZE].sum())
+        writer.enqueue((came_ns, time.perf_counter_ns()))
+        reader.dequeue()
         checksum = checksum_of(tensors)
-        del message, tensors, parts
-        writer.enqueue((came_ns, touched_ns, checksum))
+        del message, tensor, tensors
+        writer.enqueue(checksum)
 
 
 def checksum_of(tensors: Iterable[Any]) -> int:
