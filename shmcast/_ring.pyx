@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
-# cython: auto_pickle=False, autotestdict=False, freethreading_compatible=True
+# cython: auto_pickle=False, autotestdict=False
 # cython: embedsignature=True, embedsignature.format=python
 """
 The hot loops: copy a message into its chunk, publish it, poll, sleep, take it, release it.
@@ -42,6 +42,7 @@ from shmcast._atomic cimport (
     store_release, word_bump, word_load_acquire,
 )
 
+import mmap
 import os
 
 from shmcast.errors import ProtocolError, QueueClosed, ShmcastError
@@ -75,7 +76,9 @@ cdef extern from *:
      * without the GIL comes from a library, and what it leaves in the child is not for Python. */
     static void before_fork(void) {
         pthread_mutex_lock(&fork_mutex);
-        fork_has_gil = PyGILState_Check();
+        PyThreadState *current = _PyThreadState_UncheckedGet();
+        /* Before Python 3.12 that is the thread that has the GIL, which may be another one. */
+        fork_has_gil = current && current->thread_id == PyThread_get_thread_ident();
         if (fork_has_gil)
             at_fork(BEFORE_FORK);
     }
@@ -202,9 +205,10 @@ cdef extern from *:
     /* Replace a shared mapping by a private one of the same bytes. What was mapped moves to
      * `*moved`, NULL if it can't. Returns an errno: then nobody can use the mapping any more. */
     static int map_privately(char *address, size_t n_bytes, int descriptor, uint64_t offset,
-                             void **moved) {
+                             void **moved, int *is_detached) {
         int failure = 0;
         pthread_mutex_lock(&fork_mutex);
+        *is_detached = 1;
         /* The range is never unmapped: another thread could get it. Without this the next line
          * would unmap every page, which takes 4 ms for 60 MiB; moving them takes 0.2. */
         *moved = mremap(address, n_bytes, n_bytes, MREMAP_MAYMOVE | 4 /* MREMAP_DONTUNMAP */, NULL);
@@ -253,7 +257,7 @@ cdef extern from *:
     size_t whole_pages(size_t n_bytes) noexcept nogil
     void *map_again(char *address, size_t n_bytes) noexcept nogil
     int map_privately(char *address, size_t n_bytes, int descriptor, uint64_t offset,
-                      void **moved) noexcept nogil
+                      void **moved, int *is_detached) noexcept nogil
     void *copy_of(const char *address, size_t n_bytes) noexcept nogil
     void move_to(void *source, void *target, size_t n_bytes) noexcept nogil
     int unmap "munmap"(void *address, size_t n_bytes) noexcept nogil
@@ -322,6 +326,7 @@ cdef struct Window:
 
 
 IMAGE_HEADER_BYTES = sizeof(ImageHeader)
+cdef uint64_t PAGE_BYTES = mmap.PAGESIZE
 cdef list NO_PLACES = []
 
 
@@ -477,7 +482,7 @@ cdef object image_ranges(const char *image, uint64_t limit_bytes, uint64_t seque
 cdef int check_block(uint64_t offset, uint64_t length, uint64_t slot, uint64_t arena_offset,
                      uint64_t data_bytes, uint64_t n_slots) except -1:
     if (offset < arena_offset or offset > data_bytes or length > data_bytes - offset
-            or slot >= n_slots):
+            or offset % PAGE_BYTES or slot >= n_slots):
         raise damaged(f"a block of {length} bytes at {offset}, slot {slot}")
     return 0
 
@@ -1134,16 +1139,8 @@ cdef class RingWriter(_End):
             return <uint64_t>(address - self.data)
         return None
 
-    def draft(self, uint64_t offset, uint64_t n_bytes):
-        """
-        A block as the memory of a tensor; raises OSError if the kernel refuses the mapping.
-
-        Args:
-            offset: of the block in the data file.
-            n_bytes: the tensor's size, up to the block's.
-        """
-        self._check_not_forked()
-        check_block(offset, n_bytes, 0, self.arena_offset, self.data_bytes, self.n_slots)
+    def draft(self, uint64_t offset, Py_ssize_t n_bytes):
+        """A draft in this block; the arguments and errors are those of `Draft`."""
         return Draft(self, offset, n_bytes)
 
     cdef void keep_window(self, char *address, size_t n_bytes, uint64_t offset) noexcept:
@@ -1153,17 +1150,16 @@ cdef class RingWriter(_End):
         window.address, window.n_bytes, window.offset = address, n_bytes, offset
         self.next_window = (self.next_window + 1) % MOST_WINDOWS
 
-    cdef Window take_window(self, uint64_t offset, size_t n_bytes) noexcept:
-        """A kept mapping of this block, not smaller; its address is NULL if there is none."""
-        cdef Window taken
+    cdef char *take_window(self, uint64_t offset, size_t n_bytes) noexcept:
+        """A kept mapping of this block, as large, or NULL if there is none."""
+        cdef char *taken
         cdef int index
-        memset(&taken, 0, sizeof(Window))
         for index in range(MOST_WINDOWS):
-            if self.windows[index].offset == offset and self.windows[index].n_bytes >= n_bytes:
-                taken = self.windows[index]
+            if self.windows[index].offset == offset and self.windows[index].n_bytes == n_bytes:
+                taken = self.windows[index].address
                 memset(&self.windows[index], 0, sizeof(Window))
-                break
-        return taken
+                return taken
+        return NULL
 
     @property
     def given_ups(self):
@@ -1370,6 +1366,14 @@ cdef class Draft:
 
     It is a second mapping of the block, at an address that stays its own: shared until `detach`,
     private from then on.
+
+    Args:
+        ring: the writer's.
+        offset: of the block in the data file.
+        n_bytes: the size of the buffer, up to that of the block.
+
+    Raises:
+        OSError: the kernel refused the mapping.
     """
 
     cdef object __weakref__
@@ -1381,18 +1385,19 @@ cdef class Draft:
     cdef size_t mapped_bytes
     cdef Py_ssize_t n_bytes
     cdef readonly uint64_t offset            # of the block in the data file
-    cdef readonly bint is_detached
+    cdef readonly int is_detached
     cdef unsigned long fork_count_at_start
 
     def __cinit__(self, RingWriter ring not None, uint64_t offset, Py_ssize_t n_bytes):
         global newest_draft
         cdef char *source = ring.data + offset
-        cdef Window window = ring.take_window(offset, whole_pages(<size_t>n_bytes))
+        ring._check_not_forked()
+        check_block(offset, <uint64_t>n_bytes, 0, ring.arena_offset, ring.data_bytes, ring.n_slots)
         self.fork_count_at_start = fork_count
         self.offset, self.n_bytes = offset, n_bytes
-        self.memory, self.mapped_bytes = window.address, window.n_bytes
+        self.mapped_bytes = whole_pages(<size_t>n_bytes)
+        self.memory = ring.take_window(offset, self.mapped_bytes)
         if self.memory is NULL:
-            self.mapped_bytes = whole_pages(<size_t>n_bytes)
             with nogil:
                 self.memory = <char *>map_again(source, self.mapped_bytes)
         if self.memory is NULL:
@@ -1436,10 +1441,9 @@ cdef class Draft:
         """
         cdef int failure
         cdef void *moved
-        self.is_detached = True
         with nogil:
             failure = map_privately(self.memory, self.mapped_bytes, data_descriptor, self.offset,
-                                    &moved)
+                                    &moved, &self.is_detached)
         if moved is not NULL:
             self.ring.keep_window(<char *>moved, self.mapped_bytes, self.offset)
         return failure
@@ -1449,6 +1453,8 @@ cdef class Draft:
         if self.is_detached:
             make_private(self.memory, self.mapped_bytes)
             return
+        if self.fork_count_at_start != fork_count:
+            return  # this child sees nothing itself
         self.snapshot = <char *>copy_of(self.memory, self.mapped_bytes)
         if self.snapshot is not NULL:
             # So that the child has nothing else at this address.
@@ -1522,8 +1528,6 @@ cdef class Leases:
     cdef object pins                         # the mappings that the words below lie in
     cdef uint64_t *given_up
     cdef uint64_t *given_ups
-    cdef uint64_t *writer_sleeps
-    cdef uint32_t *writer_word
     cdef uint64_t released                   # the reader's cursor
     cdef bint is_broken                      # pages could not be dropped
     cdef unsigned long fork_count_at_start
@@ -1535,7 +1539,6 @@ cdef class Leases:
         self.n_bytes = reader.data_bytes - self.first_offset
         self.pins = <object>reader.data_view.obj, <object>reader.control_view.obj
         self.given_up, self.given_ups = reader.given_up, reader.given_ups
-        self.writer_sleeps, self.writer_word = reader.writer_sleeps, reader.writer_word
         self.address = <char *>map_arena(data_descriptor, self.first_offset, self.n_bytes)
         if self.address is NULL:
             PyErr_SetFromErrno(OSError)
@@ -1605,16 +1608,8 @@ cdef class Leases:
         if not is_dropped:
             self.is_broken = True  # and the block is never given up: its next use would be torn
         elif not lease.is_given_up and lease.use <= self.released:
-            # A message that was taken and not released will be taken again, with new leases.
-            self.give_up(lease)
-
-    cdef void give_up(self, Lease lease) noexcept:
-        give_up(self.given_up, self.given_ups, lease.slot, lease.use)
-        # This fence and the one in RingWriter._sleep_for_space.
-        fence_full()
-        if load_relaxed(self.writer_sleeps):
-            word_bump(self.writer_word)
-            wake_all(self.writer_word)
+            # A message that was not released may be taken again: its blocks stay.
+            give_up(self.given_up, self.given_ups, lease.slot, lease.use)
 
     cdef void keep(self, bint for_good) noexcept:
         """Make every page of every lease private: for forked children, or to give the blocks up."""
@@ -1629,7 +1624,7 @@ cdef class Leases:
             if for_good and not lease.is_given_up:
                 lease.is_given_up = True
                 if lease.use <= self.released:
-                    self.give_up(lease)
+                    give_up(self.given_up, self.given_ups, lease.slot, lease.use)
             position = lease.next_lease
 
 
@@ -1762,6 +1757,12 @@ cdef class RingReader(_End):
             if self._is_struck():
                 return None
             raise
+        # Of one block that is leased twice the first lease to end would give up the other's too.
+        slots = [slot for _, _, slot in ranges if slot >= 0]
+        if is_in_block:
+            slots.append(header.slot)
+        if len(set(slots)) < len(slots):
+            return self._damaged("two buffers with one slot")
         is_leased = self._can_lease()
         self.copied_slots = []
         offset, length, _ = ranges[0]
@@ -1830,9 +1831,9 @@ cdef class RingReader(_End):
         self.bytes += self.taken_bytes
         self.oob_buffers += self.taken_oob_buffers
         self.oob_bytes += self.taken_oob_bytes
-        self.taken = None
         if self.leases is not None:
             self.leases.released = self.cursor
+        self.taken = None
         if self.copied_slots:
             for slot in self.copied_slots:
                 give_up(self.given_up, self.given_ups, slot, self.cursor)

@@ -24,9 +24,6 @@ __all__ = ["LEAST_BLOCK_BYTES", "Arena", "Block"]
 #: A smaller buffer is copied out of its chunk sooner than it would be leased and given up.
 LEAST_BLOCK_BYTES: Final = 64 * 1024
 
-#: The drafts of all queues in this process, by address.
-_drafts: weakref.WeakValueDictionary[int, Draft] = weakref.WeakValueDictionary()
-
 #: Who holds the block of a draft besides the readers.
 _WRITER: Final = -1
 
@@ -43,9 +40,10 @@ class Block:
         n_bytes: how long it is.
         slot: its place in the table of given-up words.
         use: the number of its message + 1; 0 before there is one.
-        holders: the ranks that have not given it up; `_WRITER` while there is a draft; below that,
-            -2 - rank, an attachment of the rank that is alive though nobody waits for it.
-        draft: the writer's tensor that lies in it.
+        holders: the ranks that have not given it up; `_WRITER` while there is a draft.
+        disowned: ranks that have not either, of attachments that nobody waits for any more, but
+            whose process may be alive.
+        draft: the memory of the writer's tensor that lies in it.
     """
 
     offset: int
@@ -53,6 +51,7 @@ class Block:
     slot: int
     use: int = 0
     holders: set[int] = attrs.field(factory=set)
+    disowned: set[int] = attrs.field(factory=set)
     draft: weakref.ref[Draft] | None = None
 
 
@@ -77,7 +76,8 @@ class Arena:
         self._reserved_until = layout.arena_offset
         # Which blocks there are is said by these two alone, by offset; the rest follows from them.
         self._in_use: dict[int, Block] = {}
-        self._pending: dict[int, Block] = {}  # of the message on its way
+        self.pending: dict[int, Block] = {}  # of the message on its way
+        self._drafts: weakref.WeakValueDictionary[int, Draft] = weakref.WeakValueDictionary()
         self._is_changing = True
         # Sorted by offset, and never two that touch: (offset, length).
         self._free: list[tuple[int, int]]
@@ -88,15 +88,21 @@ class Arena:
     @property
     def blocks(self) -> list[Block]:
         """The blocks in use."""
-        return list({**self._in_use, **self._pending}.values())
+        return list({**self._in_use, **self.pending}.values())
 
     def allocate(self, n_bytes: int) -> Block | None:
-        """A block of at least this many bytes, or None if there is none."""
-        self._reclaim()
+        """
+        A block of at least this many bytes, or None if there is none.
+
+        What was given up is free after `reclaim`; it is called here only where it has to be.
+        """
         self._mend()
         n_bytes = round_up(n_bytes, mmap.PAGESIZE)
-        index = next((i for i, (_, free) in enumerate(self._free) if free >= n_bytes), None)
-        if index is None or not self._free_slots:
+        index = self._first_fit(n_bytes)
+        if index is None:
+            self.reclaim()
+            index = self._first_fit(n_bytes)
+        if index is None:
             return None
         offset, free_bytes = self._free[index]
         if not self._has_memory_until(offset + n_bytes):
@@ -105,12 +111,18 @@ class Arena:
         rest = (offset + n_bytes, free_bytes - n_bytes)
         self._free[index : index + 1] = [rest] if rest[1] else []
         block = Block(offset, n_bytes, self._free_slots.pop())
-        self._pending[offset] = block
+        self.pending[offset] = block
         self._is_changing = False
         return block
 
+    def _first_fit(self, n_bytes: int) -> int | None:
+        if not self._free_slots:
+            return None
+        return next((i for i, (_, free) in enumerate(self._free) if free >= n_bytes), None)
+
     def allocate_buffer(self, n_bytes: int) -> Any:
         """Memory for a tensor that is copied while it is pickled: a block's, if there is one."""
+        self.reclaim()
         block = self.allocate(n_bytes) if n_bytes >= LEAST_BLOCK_BYTES else None
         if block is None:
             return new_bytearray(n_bytes)
@@ -118,6 +130,7 @@ class Arena:
 
     def new_draft(self, n_bytes: int) -> Draft | None:
         """A block as the memory of a tensor; None if there is none, or no room to map it."""
+        self.reclaim()
         block = self.allocate(n_bytes)
         if block is None:
             return None
@@ -126,11 +139,11 @@ class Arena:
         except OSError:
             self._give_back(block)
             return None
-        _drafts[draft.address] = draft
+        self._drafts[draft.address] = draft
         block.draft = weakref.ref(draft)
         block.holders = {_WRITER}
         self._in_use[block.offset] = block
-        del self._pending[block.offset]
+        del self.pending[block.offset]
         return draft
 
     def block_of(self, buffer: memoryview) -> Block | None:
@@ -141,14 +154,11 @@ class Arena:
         """
         offset = self._ring.offset_of(buffer)
         if offset is not None:
-            return self._pending.get(offset)
-        draft = _drafts.get(address_of(buffer))
-        if draft is None or draft.is_detached or draft.offset in self._pending:
+            return self.pending.get(offset)
+        draft = self._drafts.get(address_of(buffer))
+        if draft is None or draft.is_detached or draft.offset in self.pending:
             return None
-        block = self._in_use.get(draft.offset)
-        if block is None or block.draft is None or block.draft() is not draft:
-            return None  # another queue's
-        self._pending[block.offset] = block
+        block = self.pending[draft.offset] = self._in_use[draft.offset]
         return block
 
     def assign(self, blocks: Iterable[Block], use: int, ranks: Iterable[int]) -> None:
@@ -160,26 +170,26 @@ class Arena:
 
     def settle(self) -> None:
         """End the message on its way: free its blocks, but for those of a published use."""
-        for block in list(self._pending.values()):
+        for block in list(self.pending.values()):
             self._settle(block)
 
     def _settle_left(self) -> None:
         """Settle what an interrupted message has left; the one on its way has no use yet."""
-        for block in list(self._pending.values()):
+        for block in list(self.pending.values()):
             if block.use:
                 self._settle(block)
 
     def _settle(self, block: Block) -> None:
         if 0 < block.use <= self._ring.messages:
             self._in_use[block.offset] = block
-            self._pending.pop(block.offset, None)
+            self.pending.pop(block.offset, None)
         elif block.draft is None:
             self._give_back(block)
         else:
             block.use = 0
             self._in_use[block.offset] = block
             block.holders.intersection_update({_WRITER} if block.draft() is not None else ())
-            self._pending.pop(block.offset, None)
+            self.pending.pop(block.offset, None)
             self._free_if_unheld(block)
 
     def strike(self, rank: int) -> None:
@@ -192,17 +202,16 @@ class Arena:
 
     def disown(self, rank: int) -> None:
         """
-        Keep what a rank holds although it is struck next, since its process is alive.
+        Keep what a rank holds although it is struck next, since its process may be alive.
 
         What it never gives up is lost: this happens only to programs that break the queue.
         """
         self._settle_left()
         for block in list(self._in_use.values()):
             if rank in block.holders:
-                block.holders.add(-2 - rank)
-                block.holders.discard(rank)
+                block.disowned.add(rank)
 
-    def _reclaim(self) -> None:
+    def reclaim(self) -> None:
         """Free what has been given up since the last time."""
         given_ups = self._ring.given_ups
         if given_ups == self._given_ups_seen:
@@ -211,15 +220,16 @@ class Arena:
         for block in list(self._in_use.values()):
             if block.draft is not None and block.draft() is None:
                 block.holders.discard(_WRITER)
-            for holder in list(block.holders):
-                rank = holder if holder >= 0 else -2 - holder
-                if rank >= 0 and self._ring.given_up(block.slot, rank) >= block.use > 0:
-                    block.holders.discard(holder)
+            for rank in (block.holders | block.disowned) - {_WRITER}:
+                # Anything else is of an earlier use, or damage.
+                if self._ring.given_up(block.slot, rank) == block.use:
+                    block.holders.discard(rank)
+                    block.disowned.discard(rank)
             self._free_if_unheld(block)
         self._given_ups_seen = given_ups
 
     def _free_if_unheld(self, block: Block) -> None:
-        if not block.holders and block.offset not in self._pending:
+        if not (block.holders or block.disowned) and block.offset not in self.pending:
             self._give_back(block)
 
     def _has_memory_until(self, end: int) -> bool:
@@ -242,7 +252,7 @@ class Arena:
         self._mend()
         self._is_changing = True
         self._in_use.pop(block.offset, None)
-        self._pending.pop(block.offset, None)
+        self.pending.pop(block.offset, None)
         self._free_slots.append(block.slot)
         offset, length = block.offset, block.n_bytes
         index = bisect.bisect(self._free, (offset, 0))

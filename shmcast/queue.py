@@ -93,7 +93,7 @@ class QueueStats:
         lag: how many messages each rank has still to finish, by rank; 0 for one that is gone.
         blocks_in_use: how many blocks of the arena were in use when the writer looked last.
         arena_bytes_in_use: how many bytes these have.
-        blocks_held: how many of them each rank has not given up, by rank.
+        blocks_held: how many of them each rank that is waited for has not given up, by rank.
         fallbacks: how many messages went into a memory file of their own.
         losses: how many readers were lost.
     """
@@ -501,10 +501,13 @@ class MessageQueue(_QueueEnd):
             TypeError: torch itself cannot carry a tensor in it.
 
         Whatever it raises, nothing was published; what pickling the object raises passes through.
-        Only a signal handler's exception may come just after the message was published.
+        Only a signal handler's exception may come just after the message was published, and a
+        ShmcastError may say that it was, but a tensor of `empty` in it can't be used any more.
         """
         deadline = math.inf if timeout is None else _deadline(timeout)
         with self._lock if timeout is None else self._lock.until(deadline, QueueFull):
+            if self._arena.pending:  # of a message that was interrupted
+                self._arena.settle()
             try:
                 stream, buffers = self._pickler.dumps(obj)
             except BaseException:
@@ -596,10 +599,11 @@ class MessageQueue(_QueueEnd):
         If there are not enough blocks, all of the message goes another way.
         """
         chunk_bytes = self._config.chunk_bytes
-        if not self._place_buffers(message):
+        self._arena.reclaim()
+        has_blocks = self._place_buffers(message)
+        if not has_blocks:
             message.places.clear()
             message.blocks.clear()
-        has_blocks = bool(message.places) == bool(message.buffers)
         message.image_bytes = image_bytes(message.stream, message.buffers, message.places)
         if message.image_bytes <= chunk_bytes:
             return
@@ -769,9 +773,10 @@ class MessageQueue(_QueueEnd):
                 text = f"{self._who(rank)} stored a cursor that is out of range"
                 is_damage = True
             if text is not None:
+                if rank not in self._unreported:
+                    self._losses += 1
                 self._unreported[rank] = text, is_damage
-                self._losses += 1
-                if is_damage:
+                if not holder.connection.has_gone:
                     self._arena.disown(rank)
                 self._control.vacate(rank)
         self._control.serve()

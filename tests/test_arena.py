@@ -172,7 +172,7 @@ class Rig:
                 block = by_offset[held.start]
                 assert (held.slot, held.use) == (block.slot, block.use), "it was used again"
                 assert held.end == block.offset + block.n_bytes
-                assert held.ranks <= {max(rank, -2 - rank) for rank in block.holders}
+                assert held.ranks <= block.holders | block.disowned
 
     def check_all_free(self) -> None:
         """Nothing is lost: the whole arena is one free range."""
@@ -266,6 +266,7 @@ class ArenaMachine(RuleBasedStateMachine):
     def allocate(self, n_pages: int, less_bytes: int) -> None:
         """The lowest range of free pages that is long enough, or None if there is none."""
         expected = self.first_fit(n_pages)
+        self.rig.arena.reclaim()
         block = self.rig.arena.allocate(n_pages * PAGE - less_bytes)
         assert expected == (None if block is None else block.offset)
         if block is not None:
