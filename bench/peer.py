@@ -14,6 +14,8 @@ import platform
 import signal
 import sys
 import time
+import zlib
+from collections.abc import Iterable
 from typing import Any
 
 from shmcast import Handle, MessageQueue, MessageReader, QueueConfig
@@ -98,16 +100,37 @@ def echo(handle: str, rank: int, settings: dict[str, Any]) -> None:
 
 
 def touch(handle: str, rank: int, settings: dict[str, Any]) -> None:
-    """Touch a byte of every page of every tensor, drop the tensor, and answer with its size."""
+    """
+    Answer with when a tensor came and when a byte of each page was read; then with its checksum.
+
+    It may be a dict of tensors too. The checksum is answered to the next message, when all readers
+    have answered, and the tensors are dropped before. Times are those of `perf_counter_ns`, which
+    is one clock for all processes.
+    """
     import torch
 
     torch.set_num_threads(1)
     reader, writer = _ends(handle, rank, settings)
-    for tensor in reader:
-        size_bytes = tensor.nbytes
-        int(tensor.view(torch.uint8)[:: mmap.PAGESIZE].sum())
-        del tensor
-        writer.enqueue(size_bytes)
+    for message in reader:
+        came_ns = time.perf_counter_ns()
+        tensors = list(message.values()) if isinstance(message, dict) else [message]
+        for tensor in tensors:
+            int(tensor.view(-1).view(torch.uint8)[:: mmap.PAGESIZE].sum())
+        writer.enqueue((came_ns, time.perf_counter_ns()))
+        reader.dequeue()
+        checksum = checksum_of(tensors)
+        del message, tensor, tensors
+        writer.enqueue(checksum)
+
+
+def checksum_of(tensors: Iterable[Any]) -> int:
+    """A checksum of what contiguous tensors hold, one after another."""
+    import torch
+
+    checksum = 0
+    for tensor in tensors:
+        checksum = zlib.crc32(tensor.view(-1).view(torch.uint8).numpy(), checksum)
+    return checksum
 
 
 def answer_late(handle: str, rank: int, settings: dict[str, Any], pause_s: float) -> None:

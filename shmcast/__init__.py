@@ -11,6 +11,11 @@ Words:
   control file, where readers store, and the lock file, which tells who is alive.
 * ring, chunk: the ring is n_chunks chunks used in rotation; one message takes one chunk.
 * cursor: how many messages an end has finished. It only grows; the chunk is derived from it.
+* arena, block: the part of the data file for large buffers; a block is whole pages of it and holds
+  one buffer, or one image that is too large for a chunk.
+* lease: a reader's right to a block, over a private mapping of it. It is the object behind the
+  storage of a tensor; when that is freed, the block is given up.
+* draft: a block that the writer fills before it is published: the memory of a tensor from `empty`.
 * publish, release: the writer makes a message visible; a reader gives its chunk back.
 * backpressure: the ring is full, so the writer waits.
 * handle: what readers need in order to attach. It holds secrets.
@@ -18,11 +23,13 @@ Words:
 
 The path of a message::
 
-    object ─ pickler ─▶ stream + buffers ─ ring ─▶ published ─▶ reader: wait ▶ load ▶ release
+    object ─ pickler ─▶ stream ─────────────── chunk ─▶ published ─▶ reader: wait ▶ load ▶ release
+                        large buffers ─ arena ─ blocks ─▶ leases ─▶ given up with the last tensor
 
 The modules in the order of the data: `config` and `handle` say what is wanted, `layout` where it
 lies, `segment` makes the memory, `control` says who is there and alive, `_ring` holds the hot
-loops, `pickler` turns objects into bytes, `queue` joins them, `cli` is the command.
+loops, `arena` deals out the blocks, `pickler` turns objects into bytes, `queue` joins them, and
+`cli` is the command.
 """
 
 import sys
@@ -36,9 +43,10 @@ except ModuleNotFoundError as error:
     if error.name != "shmcast._ring":
         raise
     raise ImportError(
-        "shmcast's extension is not built here: run `pip install .` (or `pip install -e .`) in its "
-        "source tree, and do not import it from there without that"
-    ) from error
+        f"shmcast's extension is not built here, in {__path__[0]}: after `pip install .` run your "
+        f"program in another directory, since in this one Python finds the sources first; "
+        f"or run `pip install -e .`, which builds it here"
+    ) from None
 
 from shmcast.config import DEFAULT_OOB_THRESHOLD_BYTES, QueueConfig
 from shmcast.errors import (

@@ -30,6 +30,11 @@ static inline void store_relaxed(uint64_t *word, uint64_t value) {
     __atomic_store_n(word, value, __ATOMIC_RELAXED);
 }
 
+/* Adds 1, also where several processes do so; pairs with load_acquire. */
+static inline void count_up(uint64_t *word) {
+    __atomic_fetch_add(word, 1, __ATOMIC_RELEASE);
+}
+
 /* Between a store and a load of different words on both sides: at least one side sees the other. */
 static inline void fence_full(void) {
     __atomic_thread_fence(__ATOMIC_SEQ_CST);

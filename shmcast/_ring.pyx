@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
-# cython: auto_pickle=False, autotestdict=False, freethreading_compatible=True
+# cython: auto_pickle=False, autotestdict=False
 # cython: embedsignature=True, embedsignature.format=python
 """
 The hot loops: copy a message into its chunk, publish it, poll, sleep, take it, release it.
@@ -8,13 +8,16 @@ No policy, no pickle, no sockets: callers hold the lock of their end, and decide
 a silent writer means. `layout` says who owns which word; an image, as it lies in a chunk or in a
 memory file, is written and parsed here alone::
 
-    ┌──────────┬──────┬──────────────┬───────────┬─────────────────┬────────┬─ ─ ─┬──────────┬─
-    │ sequence │ kind │ stream_bytes │ n_buffers │ length of each… │ stream │     │ buffer 0 │ …
-    └──────────┴──────┴──────────────┴───────────┴─────────────────┴────────┴─ ─ ─┴──────────┴─
-      8 bytes    8      8              8           8 a buffer                 at multiples of 64
+    ┌──────────┬──────┬──────────────┬───────────┬──────┬─────────────────┬────────┬─ ─┬──────────
+    │ sequence │ kind │ stream_bytes │ n_buffers │ slot │ length, offset, │ stream │   │ buffer 0 …
+    │          │      │              │           │      │ slot of each …  │        │   │
+    └──────────┴──────┴──────────────┴───────────┴──────┴─────────────────┴────────┴─ ─┴──────────
+      8 bytes    8      8              8           8      24 a buffer            at multiples of 64
 
-Where `kind` says that the message lies in a memory file, its chunk ends after the header, with the
-file's nonce for `stream_bytes` and the image's size for `n_buffers`.
+A buffer with a block of its own has the block's offset in the data file and its slot in the table;
+any other has 0 there and lies in the image. Where `kind` says that the image lies elsewhere, the
+chunk ends after the header. In a block: `stream_bytes` is its offset in the data file, `n_buffers`
+the image's size, `slot` the block's. In a memory file: `stream_bytes` is its nonce.
 """
 
 cimport cython
@@ -35,10 +38,11 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
 from shmcast._atomic cimport (
-    fence_acquire, fence_full, load_acquire, load_relaxed, pause_polling, store_relaxed,
+    count_up, fence_acquire, fence_full, load_acquire, load_relaxed, pause_polling, store_relaxed,
     store_release, word_bump, word_load_acquire,
 )
 
+import mmap
 import os
 
 from shmcast.errors import ProtocolError, QueueClosed, ShmcastError
@@ -46,6 +50,7 @@ from shmcast.errors import ProtocolError, QueueClosed, ShmcastError
 
 cdef extern from *:
     """
+    #include <fcntl.h>
     #include <limits.h>
     #include <linux/futex.h>
     #include <pthread.h>
@@ -54,11 +59,47 @@ cdef extern from *:
     #include <time.h>
     #include <unistd.h>
 
-    /* How many forks lie between this process and the one that loaded the module. A handler of the
-     * C library sees every fork, also one that Python does not know of. */
+    enum { PAGEMAP_ENTRIES = 512 };
+
+    /* How many forks lie between this process and the one that loaded the module. Handlers of the
+     * C library see every fork, also one that Python does not know of. */
     static unsigned long fork_count;
-    static void count_fork(void) { fork_count++; }
-    static int watch_forks(void) { return pthread_atfork(NULL, NULL, count_fork); }
+
+    enum { BEFORE_FORK, IN_PARENT, IN_CHILD };
+    static void (*at_fork)(int moment);
+    static _Thread_local int fork_has_gil;
+
+    /* Held while a mapping is replaced, so that a fork comes before or after that. */
+    static pthread_mutex_t fork_mutex = PTHREAD_MUTEX_INITIALIZER;
+
+    /* Python's own hooks would come too early: other threads run between these and the fork. A fork
+     * without the GIL comes from a library, and what it leaves in the child is not for Python. */
+    static void before_fork(void) {
+        pthread_mutex_lock(&fork_mutex);
+        PyThreadState *current = _PyThreadState_UncheckedGet();
+        /* Before Python 3.12 that is the thread that has the GIL, which may be another one. */
+        fork_has_gil = current && current->thread_id == PyThread_get_thread_ident();
+        if (fork_has_gil)
+            at_fork(BEFORE_FORK);
+    }
+
+    static void after_fork_in_parent(void) {
+        if (fork_has_gil)
+            at_fork(IN_PARENT);
+        pthread_mutex_unlock(&fork_mutex);
+    }
+
+    static void after_fork_in_child(void) {
+        fork_count++;
+        if (fork_has_gil)
+            at_fork(IN_CHILD);
+        pthread_mutex_unlock(&fork_mutex);
+    }
+
+    static int watch_forks(void (*handler)(int moment)) {
+        at_fork = handler;
+        return pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+    }
 
     static inline int64_t monotonic_ns(void) {
         struct timespec now;
@@ -86,20 +127,162 @@ cdef extern from *:
         return address;
     }
 
+    static size_t whole_pages(size_t n_bytes) {
+        const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+        return (n_bytes + page - 1) / page * page;
+    }
+
+    static void *map_arena(int descriptor, uint64_t offset, size_t n_bytes) {
+        void *address = mmap(NULL, n_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE,
+                             descriptor, (off_t)offset);
+        if (address == MAP_FAILED)
+            return NULL;
+        if (madvise(address, n_bytes, MADV_DONTDUMP) || madvise(address, n_bytes, MADV_DONTFORK)) {
+            munmap(address, n_bytes);
+            return NULL;
+        }
+        return address;
+    }
+
+    /* Drop those pages of a private mapping that became private, so that they show the file again;
+     * the others stay mapped, which saves their next faults. Whether it worked. */
+    static int drop_private_pages(char *address, size_t n_bytes) {
+        const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+        const size_t n_pages = (n_bytes + page - 1) / page;
+        uint64_t entries[PAGEMAP_ENTRIES];
+        size_t done, index, count, run = 0;
+        int dropped = 1, pagemap = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+        for (done = 0; done < n_pages && pagemap >= 0; done += count) {
+            count = n_pages - done < PAGEMAP_ENTRIES ? n_pages - done : PAGEMAP_ENTRIES;
+            if (pread(pagemap, entries, count * 8, (off_t)(((size_t)address / page + done) * 8))
+                    != (ssize_t)(count * 8))
+                break;
+            for (index = 0; index <= count; index++) {
+                /* Bit 63: in memory, 62: swapped out, 61: the file's own page. */
+                if (index < count && entries[index] >> 62 && !(entries[index] >> 61 & 1))
+                    run++;
+                else if (run) {
+                    if (madvise(address + (done + index - run) * page, run * page, MADV_DONTNEED))
+                        dropped = 0;
+                    run = 0;
+                }
+            }
+        }
+        if (pagemap >= 0)
+            close(pagemap);
+        if (done < n_pages
+                && madvise(address + done * page, (n_pages - done) * page, MADV_DONTNEED))
+            dropped = 0;
+        return dropped;
+    }
+
+    /* Make every page private, without changing a byte. */
+    static void make_private(char *address, size_t n_bytes) {
+        const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+        size_t offset;
+        if (!madvise(address, whole_pages(n_bytes), 23 /* MADV_POPULATE_WRITE, since Linux 5.14 */))
+            return;
+        for (offset = 0; offset < n_bytes; offset += page) {
+            /* Atomic, since another thread may write there at the same time. */
+            __atomic_fetch_add(address + offset, 0, __ATOMIC_RELAXED);
+        }
+    }
+
+    static void set_inherited(char *address, size_t n_bytes, int is_inherited) {
+        madvise(address, whole_pages(n_bytes), is_inherited ? MADV_DOFORK : MADV_DONTFORK);
+    }
+
+    /* A second mapping of a part of a shared one, writable in spite of the file's seals. Its pages
+     * are mapped at once: a fault for each, when it is written to, takes five times as long. */
+    static void *map_again(char *address, size_t n_bytes) {
+        void *again = mremap(address, 0, n_bytes, MREMAP_MAYMOVE);
+        if (again == MAP_FAILED)
+            return NULL;
+        madvise(again, n_bytes, 22 /* MADV_POPULATE_READ, since Linux 5.14 */);
+        return again;
+    }
+
+    /* Replace a shared mapping by a private one of the same bytes. What was mapped moves to
+     * `*moved`, NULL if it can't. Returns an errno: then nobody can use the mapping any more. */
+    static int map_privately(char *address, size_t n_bytes, int descriptor, uint64_t offset,
+                             void **moved, int *is_detached) {
+        int failure = 0;
+        pthread_mutex_lock(&fork_mutex);
+        *is_detached = 1;
+        /* The range is never unmapped: another thread could get it. Without this the next line
+         * would unmap every page, which takes 4 ms for 60 MiB; moving them takes 0.2. */
+        *moved = mremap(address, n_bytes, n_bytes, MREMAP_MAYMOVE | 4 /* MREMAP_DONTUNMAP */, NULL);
+        if (*moved == MAP_FAILED)
+            *moved = NULL;
+        if (mmap(address, n_bytes, PROT_READ | PROT_WRITE, MAP_FIXED | MAP_PRIVATE | MAP_NORESERVE,
+                 descriptor, (off_t)offset) == MAP_FAILED) {
+            failure = errno;
+            mprotect(address, n_bytes, PROT_NONE);
+        } else
+            madvise(address, n_bytes, MADV_DONTDUMP);
+        pthread_mutex_unlock(&fork_mutex);
+        return failure;
+    }
+
+    static void *copy_of(const char *address, size_t n_bytes) {
+        void *copy = mmap(NULL, n_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1,
+                          0);
+        return copy == MAP_FAILED ? NULL : memcpy(copy, address, n_bytes);
+    }
+
+    /* Into the place of another mapping, which must not stay. */
+    static void move_to(void *from, void *to, size_t n_bytes) {
+        if (mremap(from, n_bytes, n_bytes, MREMAP_MAYMOVE | MREMAP_FIXED, to) == MAP_FAILED)
+            mprotect(to, n_bytes, PROT_NONE);
+    }
+
     static inline void wake_all(uint32_t *word) {
         syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
     }
     """
     unsigned long fork_count
-    int watch_forks() noexcept
+    enum:
+        BEFORE_FORK
+        IN_PARENT
+        IN_CHILD
+    int watch_forks(void (*handler)(int moment) noexcept) noexcept
     int64_t monotonic_ns() noexcept nogil
     void sleep_on(const uint32_t *word, uint32_t expected, int64_t sleep_ns) noexcept nogil
     void wake_all(uint32_t *word) noexcept nogil
     void *map_file(int descriptor, size_t n_bytes, bint shared, bint writable) noexcept nogil
+    void *map_arena(int descriptor, uint64_t offset, size_t n_bytes) noexcept nogil
+    bint drop_private_pages(char *address, size_t n_bytes) noexcept nogil
+    void make_private(char *address, size_t n_bytes) noexcept nogil
+    void set_inherited(char *address, size_t n_bytes, bint is_inherited) noexcept nogil
+    size_t whole_pages(size_t n_bytes) noexcept nogil
+    void *map_again(char *address, size_t n_bytes) noexcept nogil
+    int map_privately(char *address, size_t n_bytes, int descriptor, uint64_t offset,
+                      void **moved, int *is_detached) noexcept nogil
+    void *copy_of(const char *address, size_t n_bytes) noexcept nogil
+    void move_to(void *source, void *target, size_t n_bytes) noexcept nogil
     int unmap "munmap"(void *address, size_t n_bytes) noexcept nogil
 
 
-if watch_forks():
+cdef void *newest_leases = NULL          # the first of all `Leases`
+cdef void *newest_draft = NULL           # the first of all drafts
+
+
+cdef void at_fork(int moment) noexcept:
+    """Let a forked child keep what it sees; the GIL is held from the first moment to the last."""
+    cdef void *position = newest_leases
+    while position is not NULL and moment == BEFORE_FORK:
+        (<Leases>position).keep(False)
+        position = (<Leases>position).next_leases
+    position = newest_draft
+    while position is not NULL:
+        if moment == BEFORE_FORK:
+            (<Draft>position).before_fork()
+        else:
+            (<Draft>position).after_fork(moment == IN_CHILD)
+        position = (<Draft>position).next_draft
+
+
+if watch_forks(at_fork):
     raise MemoryError("pthread_atfork failed")
 
 
@@ -109,6 +292,8 @@ cdef enum:
     GIL_COPY_BYTES = 16384        # a shorter copy costs less than giving up the GIL
     KIND_HERE = 1
     KIND_FILE = 2
+    KIND_BLOCK = 3
+    MOST_WINDOWS = 16
 
 # What `try_claim` and `try_publish` answer; anything but DONE published nothing.
 cpdef enum Claim:
@@ -125,9 +310,24 @@ cdef struct ImageHeader:
     uint64_t kind
     uint64_t stream_bytes
     uint64_t n_buffers
+    uint64_t slot
+
+
+cdef struct BufferEntry:
+    uint64_t length
+    uint64_t offset                # of its block in the data file; 0: it lies in the image
+    uint64_t slot
+
+
+cdef struct Window:
+    char *address                  # of a second mapping of a block, which no draft uses; NULL: none
+    size_t n_bytes
+    uint64_t offset                # of the block in the data file
 
 
 IMAGE_HEADER_BYTES = sizeof(ImageHeader)
+cdef uint64_t PAGE_BYTES = mmap.PAGESIZE
+cdef list NO_PLACES = []
 
 
 cdef inline uint64_t aligned(uint64_t offset) noexcept nogil:
@@ -180,23 +380,38 @@ cdef class StreamParts:
         self.parts.append(part)
 
 
-cdef uint64_t image_size(list stream, list buffers) noexcept:
+cdef int check_places(list places, Py_ssize_t n_buffers) except -1:
+    if PyList_GET_SIZE(places) not in (0, n_buffers):
+        raise ValueError(f"{len(places)} places for {n_buffers} buffers")
+    return 0
+
+
+cdef inline bint has_block(list places, Py_ssize_t index) noexcept:
+    """Whether the buffer's place is a block; no places at all: none is."""
+    return PyList_GET_SIZE(places) != 0 and <object>PyList_GET_ITEM(places, index) is not None
+
+
+cdef int64_t image_size(list stream, list buffers, list places) except -1:
+    """The image's size. Buffers whose place is a block are not in it."""
     cdef uint64_t size_bytes = sizeof(ImageHeader)
     cdef Py_ssize_t index, n_buffers = PyList_GET_SIZE(buffers)
-    size_bytes += 8 * <uint64_t>n_buffers
+    check_places(places, n_buffers)
+    size_bytes += sizeof(BufferEntry) * <uint64_t>n_buffers
     for index in range(PyList_GET_SIZE(stream)):
         size_bytes += <uint64_t>PyBytes_GET_SIZE(<object>PyList_GET_ITEM(stream, index))
     for index in range(n_buffers):
-        size_bytes = aligned(size_bytes) + <uint64_t>buffer_of(buffers, index).len
-    return size_bytes
+        if not has_block(places, index):
+            size_bytes = aligned(size_bytes) + <uint64_t>buffer_of(buffers, index).len
+    return <int64_t>size_bytes
 
 
-cdef void fill_image(char *image, uint64_t sequence, list stream, list buffers) noexcept:
+cdef int fill_image(char *image, uint64_t sequence, list stream, list buffers,
+                    list places) except -1:
     """Write an image; `image_size` bytes are there. The lists pin their members."""
     cdef ImageHeader *header = <ImageHeader *>image
     cdef Py_ssize_t index, length, n_buffers = PyList_GET_SIZE(buffers)
-    cdef uint64_t *table = <uint64_t *>(image + sizeof(ImageHeader))
-    cdef uint64_t start = sizeof(ImageHeader) + 8 * <uint64_t>n_buffers
+    cdef BufferEntry *table = <BufferEntry *>(image + sizeof(ImageHeader))
+    cdef uint64_t start = sizeof(ImageHeader) + sizeof(BufferEntry) * <uint64_t>n_buffers
     cdef uint64_t offset = start
     cdef Py_buffer *view
     for index in range(PyList_GET_SIZE(stream)):
@@ -208,51 +423,73 @@ cdef void fill_image(char *image, uint64_t sequence, list stream, list buffers) 
     header.kind = KIND_HERE
     header.stream_bytes = offset - start
     header.n_buffers = <uint64_t>n_buffers
+    header.slot = 0
     for index in range(n_buffers):
         view = buffer_of(buffers, index)
-        table[index] = <uint64_t>view.len
+        table[index].length = <uint64_t>view.len
+        if has_block(places, index):
+            table[index].offset, table[index].slot = places[index]
+            continue
+        table[index].offset = table[index].slot = 0
         offset = aligned(offset)
         copy(image + offset, <const char *>view.buf, <size_t>view.len)
         offset += <uint64_t>view.len
+    return 0
 
 
 cdef object damaged(str what):
     return ProtocolError(f"a message is damaged: {what}")
 
 
-cdef object image_ranges(const char *image, uint64_t limit_bytes, uint64_t sequence):
+cdef object image_ranges(const char *image, uint64_t limit_bytes, uint64_t sequence,
+                         uint64_t arena_offset, uint64_t data_bytes, uint64_t n_slots):
     """
-    Where the stream and each buffer lie in an image, as a list of (offset, length).
+    Where the stream and each buffer lie, as a list of (offset, length, slot).
 
-    Every number is read once and checked against `limit_bytes` before it is used.
+    A slot is -1 for what lies in the image; any other range is one of the data file. Every number
+    is read once and checked before it is used.
     """
     cdef ImageHeader header
-    cdef uint64_t index, length, offset
+    cdef BufferEntry entry
+    cdef uint64_t index, offset
     if limit_bytes < sizeof(ImageHeader):
         raise damaged(f"{limit_bytes} bytes hold no header")
     memcpy(&header, image, sizeof(ImageHeader))
     if header.kind != KIND_HERE or header.sequence != sequence:
         raise damaged(f"kind {header.kind}, number {header.sequence} instead of {sequence}")
-    if header.n_buffers > (limit_bytes - sizeof(ImageHeader)) // 8:
+    if header.n_buffers > (limit_bytes - sizeof(ImageHeader)) // sizeof(BufferEntry):
         raise damaged(f"{header.n_buffers} buffers in {limit_bytes} bytes")
-    offset = sizeof(ImageHeader) + 8 * header.n_buffers
+    offset = sizeof(ImageHeader) + sizeof(BufferEntry) * header.n_buffers
     if header.stream_bytes > limit_bytes - offset:
         raise damaged(f"a stream of {header.stream_bytes} bytes in {limit_bytes} bytes")
-    ranges = [(offset, header.stream_bytes)]
+    ranges = [(offset, header.stream_bytes, -1)]
     offset += header.stream_bytes
     for index in range(header.n_buffers):
-        memcpy(&length, image + sizeof(ImageHeader) + 8 * index, 8)
+        memcpy(&entry, image + sizeof(ImageHeader) + sizeof(BufferEntry) * index,
+               sizeof(BufferEntry))
+        if entry.offset:
+            check_block(entry.offset, entry.length, entry.slot, arena_offset, data_bytes, n_slots)
+            ranges.append((entry.offset, entry.length, entry.slot))
+            continue
         offset = aligned(offset)
-        if offset > limit_bytes or length > limit_bytes - offset:
-            raise damaged(f"a buffer of {length} bytes at {offset} in {limit_bytes} bytes")
-        ranges.append((offset, length))
-        offset += length
+        if offset > limit_bytes or entry.length > limit_bytes - offset:
+            raise damaged(f"a buffer of {entry.length} bytes at {offset} in {limit_bytes} bytes")
+        ranges.append((offset, entry.length, -1))
+        offset += entry.length
     return ranges
 
 
-def image_bytes(list stream not None, list buffers not None):
+cdef int check_block(uint64_t offset, uint64_t length, uint64_t slot, uint64_t arena_offset,
+                     uint64_t data_bytes, uint64_t n_slots) except -1:
+    if (offset < arena_offset or offset > data_bytes or length > data_bytes - offset
+            or offset % PAGE_BYTES or slot >= n_slots):
+        raise damaged(f"a block of {length} bytes at {offset}, slot {slot}")
+    return 0
+
+
+def image_bytes(list stream not None, list buffers not None, list places=None):
     """How many bytes the image of this message takes."""
-    return image_size(stream, buffers)
+    return image_size(stream, buffers, NO_PLACES if places is None else places)
 
 
 def image_pieces(uint64_t sequence, list stream not None, list buffers not None):
@@ -262,42 +499,44 @@ def image_pieces(uint64_t sequence, list stream not None, list buffers not None)
     `image_bytes` says where it ends.
     """
     cdef ImageHeader header
-    cdef uint64_t length, offset = sizeof(ImageHeader) + 8 * <uint64_t>len(buffers)
+    cdef uint64_t length, start = sizeof(ImageHeader) + sizeof(BufferEntry) * <uint64_t>len(buffers)
+    cdef uint64_t offset = start
     cdef Py_ssize_t index
-    lengths = bytearray(8 * len(buffers))
-    cdef uint64_t *table = <uint64_t *>PyByteArray_AS_STRING(lengths)
+    entries = bytearray(sizeof(BufferEntry) * len(buffers))
+    cdef BufferEntry *table = <BufferEntry *>PyByteArray_AS_STRING(entries)
     pieces = []
     for part in stream:
         pieces.append((offset, part))
         offset += <uint64_t>len(part)
     header.sequence = sequence
     header.kind = KIND_HERE
-    header.stream_bytes = offset - sizeof(ImageHeader) - 8 * <uint64_t>len(buffers)
+    header.stream_bytes = offset - start
     header.n_buffers = <uint64_t>len(buffers)
+    header.slot = 0
     for index in range(len(buffers)):
         length = <uint64_t>buffer_of(buffers, index).len
-        table[index] = length
+        table[index].length = length
         offset = aligned(offset)
         pieces.append((offset, buffers[index]))
         offset += length
-    head = PyBytes_FromStringAndSize(<const char *>&header, sizeof(ImageHeader)) + bytes(lengths)
+    head = PyBytes_FromStringAndSize(<const char *>&header, sizeof(ImageHeader)) + bytes(entries)
     return [(0, head), *pieces]
 
 
 def read_image(image not None, uint64_t sequence):
     """
-    The stream and the list of buffers of an image, as views of it.
+    The stream and the list of buffers of an image that has no blocks, as views of it.
 
     Raises ProtocolError if it is damaged.
     """
     cdef Py_buffer view
     PyObject_GetBuffer(image, &view, PyBUF_SIMPLE)
     try:
-        ranges = image_ranges(<const char *>view.buf, <uint64_t>view.len, sequence)
+        ranges = image_ranges(<const char *>view.buf, <uint64_t>view.len, sequence, 1, 0, 0)
     finally:
         PyBuffer_Release(&view)
     whole = memoryview(image)
-    views = [whole[offset : offset + length] for offset, length in ranges]
+    views = [whole[offset : offset + length] for offset, length, _ in ranges]
     return views[0], views[1:]
 
 
@@ -634,7 +873,9 @@ cdef class _End:
     cdef uint64_t *published_word
     cdef uint64_t *closing_word
     cdef uint64_t *writer_sleeps
+    cdef uint64_t *guard_word
     cdef uint64_t n_chunks, chunk_bytes, chunk_stride_bytes, chunks_offset
+    cdef uint64_t arena_offset, data_bytes, n_slots
     cdef object layout
     cdef int pid
     cdef readonly uint64_t waits
@@ -661,6 +902,11 @@ cdef class _End:
         self.chunk_bytes = layout.chunk_bytes
         self.chunk_stride_bytes = layout.chunk_stride_bytes
         self.chunks_offset = layout.chunks_offset
+        self.arena_offset = layout.arena_offset
+        self.data_bytes = layout.data_bytes
+        self.n_slots = layout.n_slots
+        if self.n_slots:
+            self.guard_word = <uint64_t *>(self.data + <size_t>layout.guard_offset)
 
     def __dealloc__(self):
         PyBuffer_Release(&self.data_view)
@@ -710,10 +956,15 @@ cdef class RingWriter(_End):
     cdef uint64_t *cached_cursors            # per rank; stale likewise, a cursor only grows
     cdef uint64_t **cursors                  # per rank, NULL until it is admitted
     cdef uint64_t **sleeps
+    cdef uint64_t **given_up_words           # per rank, a word for each slot
+    cdef uint64_t **given_ups_words
     cdef bint *is_expected
     cdef uint64_t *reserved_bytes            # per chunk
     cdef int64_t look_again_ns
     cdef int damaged_rank
+    cdef uint64_t ended_drafts
+    cdef Window windows[MOST_WINDOWS]        # kept, since mapping the pages of a new one takes ms
+    cdef int next_window
     cdef readonly uint64_t bytes, oob_buffers, oob_bytes
 
     def __cinit__(self, segment, *arguments):
@@ -724,22 +975,33 @@ cdef class RingWriter(_End):
         self.cached_cursors = <uint64_t *>PyMem_Calloc(self.n_readers, sizeof(uint64_t))
         self.cursors = <uint64_t **>PyMem_Calloc(self.n_readers, sizeof(void *))
         self.sleeps = <uint64_t **>PyMem_Calloc(self.n_readers, sizeof(void *))
+        self.given_up_words = <uint64_t **>PyMem_Calloc(self.n_readers, sizeof(void *))
+        self.given_ups_words = <uint64_t **>PyMem_Calloc(self.n_readers, sizeof(void *))
         self.is_expected = <bint *>PyMem_Calloc(self.n_readers, sizeof(bint))
         self.reserved_bytes = <uint64_t *>PyMem_Calloc(self.n_chunks, sizeof(uint64_t))
-        if not (self.cached_cursors and self.cursors and self.sleeps and self.is_expected
-                and self.reserved_bytes):
+        if not (self.cached_cursors and self.cursors and self.sleeps and self.given_up_words
+                and self.given_ups_words and self.is_expected and self.reserved_bytes):
             raise MemoryError
         for rank in range(self.n_readers):
             # A rank that has never attached holds the ring at its cursor, which is 0.
             self.is_expected[rank] = True
             self.sleeps[rank] = self.rank_word(rank, self.layout.sleeps_in_rank)
+            self.given_up_words[rank] = <uint64_t *>(
+                self.control + <size_t>self.layout.rank_given_up_offset(rank))
+            self.given_ups_words[rank] = self.rank_word(rank, self.layout.given_ups_in_rank)
 
     def __dealloc__(self):
+        cdef int index
         PyMem_Free(self.cached_cursors)
         PyMem_Free(self.cursors)
         PyMem_Free(self.sleeps)
+        PyMem_Free(self.given_up_words)
+        PyMem_Free(self.given_ups_words)
         PyMem_Free(self.is_expected)
         PyMem_Free(self.reserved_bytes)
+        if self.fork_count_at_start == fork_count:  # a forked child has none
+            for index in range(MOST_WINDOWS):
+                drop_window(&self.windows[index])
 
     @property
     def messages(self):
@@ -806,13 +1068,122 @@ cdef class RingWriter(_End):
             buffers: contiguous memoryviews of bytes.
             has_looked: as for `try_claim`.
         """
-        cdef uint64_t size_bytes = image_size(stream, buffers)
-        cdef int claim = self._claim(size_bytes, has_looked)
+        cdef int claim = self._claim(<uint64_t>image_size(stream, buffers, NO_PLACES), has_looked)
         if claim == DONE:
-            fill_image(self.chunk(self.published), self.published, stream, buffers)
+            fill_image(self.chunk(self.published), self.published, stream, buffers, NO_PLACES)
             self._count(stream, buffers)
             self._publish()
         return claim
+
+    def publish(self, list stream not None, list buffers not None, list places not None,
+                tuple block, list drafts not None, int data_descriptor):
+        """
+        Publish a message into a chunk that has been claimed for its image.
+
+        Args:
+            stream: as for `try_publish`, like `buffers`.
+            buffers: those with a place in a block are there already.
+            places: (offset, slot) of the block of each buffer, or None for one that is copied into
+                the image.
+            block: (offset, slot) of the block that the image is copied to, or None for the chunk.
+            drafts: those that are published; they are detached before this returns.
+            data_descriptor: of the data file.
+
+        Raises:
+            OSError: the message was published, but a draft cannot be used any more.
+        """
+        cdef ImageHeader *header = <ImageHeader *>self.chunk(self.published)
+        cdef uint64_t size_bytes = <uint64_t>image_size(stream, buffers, places)
+        cdef uint64_t offset, slot
+        cdef int failure = 0
+        self._check_not_forked()
+        if block is None:
+            if size_bytes > self.chunk_bytes:
+                raise ValueError(f"{size_bytes} bytes do not fit a chunk")
+            fill_image(<char *>header, self.published, stream, buffers, places)
+        else:
+            offset, slot = block
+            check_block(offset, size_bytes, slot, self.arena_offset, self.data_bytes, self.n_slots)
+            fill_image(self.data + offset, self.published, stream, buffers, places)
+            header.sequence = self.published
+            header.kind = KIND_BLOCK
+            header.stream_bytes = offset
+            header.n_buffers = size_bytes
+            header.slot = slot
+        self._count(stream, buffers)
+        self._publish()
+        # First published, since this takes milliseconds. In one call, so that no signal comes
+        # between: the caller could go on writing into what is published.
+        for draft in drafts:
+            failure = (<Draft?>draft).detach(data_descriptor) or failure
+        if failure:
+            raise OSError(failure, os.strerror(failure))
+
+    def copy_to_block(self, uint64_t offset, source not None):
+        """Copy a memoryview of bytes to this offset of the arena, with the GIL released."""
+        cdef Py_buffer *view = PyMemoryView_GET_BUFFER(source)
+        self._check_not_forked()
+        check_block(offset, <uint64_t>view.len, 0, self.arena_offset, self.data_bytes, self.n_slots)
+        copy(self.data + offset, <const char *>view.buf, <size_t>view.len)
+
+    def block_view(self, uint64_t offset, uint64_t n_bytes):
+        """A block as a writable buffer."""
+        self._check_not_forked()
+        check_block(offset, n_bytes, 0, self.arena_offset, self.data_bytes, self.n_slots)
+        return Memory(<size_t>(self.data + offset), <Py_ssize_t>n_bytes, self)
+
+    def offset_of(self, view not None):
+        """The offset in the data file of a memoryview of the arena, or None if it is none."""
+        cdef char *address = <char *>PyMemoryView_GET_BUFFER(view).buf
+        if self.data + self.arena_offset <= address < self.data + self.data_bytes:
+            return <uint64_t>(address - self.data)
+        return None
+
+    def draft(self, uint64_t offset, Py_ssize_t n_bytes):
+        """A draft in this block; the arguments and errors are those of `Draft`."""
+        return Draft(self, offset, n_bytes)
+
+    cdef void keep_window(self, char *address, size_t n_bytes, uint64_t offset) noexcept:
+        """Keep a second mapping of a block for the next draft there, in the place of the oldest."""
+        cdef Window *window = &self.windows[self.next_window]
+        drop_window(window)
+        window.address, window.n_bytes, window.offset = address, n_bytes, offset
+        self.next_window = (self.next_window + 1) % MOST_WINDOWS
+
+    cdef char *take_window(self, uint64_t offset, size_t n_bytes) noexcept:
+        """A kept mapping of this block, as large, or NULL if there is none."""
+        cdef char *taken
+        cdef int index
+        for index in range(MOST_WINDOWS):
+            if self.windows[index].offset == offset and self.windows[index].n_bytes == n_bytes:
+                taken = self.windows[index].address
+                memset(&self.windows[index], 0, sizeof(Window))
+                return taken
+        return NULL
+
+    @property
+    def given_ups(self):
+        """How often any rank or draft has given up a block."""
+        cdef int rank
+        cdef uint64_t total = self.ended_drafts
+        self._check_not_forked()
+        for rank in range(self.n_readers):
+            # Acquire pairs with the release in give_up: who sees the count sees the words.
+            total += load_acquire(self.given_ups_words[rank])
+        return total
+
+    def given_up(self, int slot, int rank):
+        """The last use of this slot that the rank has given up."""
+        self._check_not_forked()
+        if not (0 <= slot < <int>self.n_slots and 0 <= rank < self.n_readers):
+            raise ValueError(f"there is no slot {slot} of rank {rank}")
+        # Acquire pairs with the release store in Leases._give_up: the reader's last loads from the
+        # block came before it.
+        return load_acquire(&self.given_up_words[rank][slot])
+
+    def expected_ranks(self):
+        """The ranks that a message published now is for."""
+        return [rank for rank in range(self.n_readers) if self.is_expected[rank]]
 
     def publish_file(self, uint64_t nonce, list stream not None, list buffers not None):
         """Publish a message whose image lies in a memory file. The chunk has been claimed."""
@@ -821,9 +1192,32 @@ cdef class RingWriter(_End):
         header.sequence = self.published
         header.kind = KIND_FILE
         header.stream_bytes = nonce
-        header.n_buffers = image_size(stream, buffers)
+        header.n_buffers = header.slot = 0
         self._count(stream, buffers)
         self._publish()
+
+    def published_parts(self, uint64_t number):
+        """
+        The stream and the buffers of a published message, as read-only views of where they lie.
+
+        Somebody must hold the message's place in the ring for as long as they are used.
+        """
+        cdef const char *chunk = self.chunk(number)
+        cdef uint64_t start, limit_bytes = self.chunk_bytes
+        cdef ImageHeader header
+        self._check_not_forked()
+        memcpy(&header, chunk, sizeof(ImageHeader))
+        start = <uint64_t>(chunk - self.data)
+        if header.kind == KIND_BLOCK:
+            start, limit_bytes = header.stream_bytes, header.n_buffers
+        whole = memoryview(<object>self.data_view.obj).toreadonly()
+        parts = []
+        for offset, length, slot in image_ranges(self.data + start, limit_bytes, number,
+                                                 self.arena_offset, self.data_bytes, self.n_slots):
+            if slot < 0:
+                offset += start
+            parts.append(whole[offset : offset + length])
+        return parts[0], parts[1:]
 
     cdef void _count(self, list stream, list buffers) noexcept:
         cdef Py_ssize_t index
@@ -838,6 +1232,8 @@ cdef class RingWriter(_End):
 
     cdef void _publish(self) noexcept nogil:
         self.published += 1
+        if self.n_slots:
+            store_relaxed(self.guard_word, self.published)
         # Release pairs with the acquire load in RingReader: the chunk is written before it.
         store_release(self.published_word, self.published)
         self._wake_readers()
@@ -974,6 +1370,287 @@ cdef class RingWriter(_End):
             self._wake_readers()
 
 
+cdef void drop_window(Window *window) noexcept:
+    if window.address is not NULL:
+        unmap(window.address, window.n_bytes)
+    memset(window, 0, sizeof(Window))
+
+
+def address_of(view not None):
+    """Where a memoryview begins."""
+    return <size_t>PyMemoryView_GET_BUFFER(view).buf
+
+
+@cython.final
+@cython.no_gc
+cdef class Draft:
+    """
+    A block that the writer fills before it is published, as a writable buffer.
+
+    It is a second mapping of the block, at an address that stays its own: shared until `detach`,
+    private from then on.
+
+    Args:
+        ring: the writer's.
+        offset: of the block in the data file.
+        n_bytes: the size of the buffer, up to that of the block.
+
+    Raises:
+        OSError: the kernel refused the mapping.
+    """
+
+    cdef object __weakref__
+    cdef void *next_draft                    # neighbours in the list of all, which does not count
+    cdef void *previous_draft
+    cdef RingWriter ring
+    cdef char *memory
+    cdef char *snapshot                      # what a forked child is to see
+    cdef size_t mapped_bytes
+    cdef Py_ssize_t n_bytes
+    cdef readonly uint64_t offset            # of the block in the data file
+    cdef readonly int is_detached
+    cdef unsigned long fork_count_at_start
+
+    def __cinit__(self, RingWriter ring not None, uint64_t offset, Py_ssize_t n_bytes):
+        global newest_draft
+        cdef char *source = ring.data + offset
+        ring._check_not_forked()
+        check_block(offset, <uint64_t>n_bytes, 0, ring.arena_offset, ring.data_bytes, ring.n_slots)
+        self.fork_count_at_start = fork_count
+        self.offset, self.n_bytes = offset, n_bytes
+        self.mapped_bytes = whole_pages(<size_t>n_bytes)
+        self.memory = ring.take_window(offset, self.mapped_bytes)
+        if self.memory is NULL:
+            with nogil:
+                self.memory = <char *>map_again(source, self.mapped_bytes)
+        if self.memory is NULL:
+            PyErr_SetFromErrno(OSError)
+        self.ring = ring
+        self.next_draft = newest_draft
+        if newest_draft is not NULL:
+            (<Draft>newest_draft).previous_draft = <void *>self
+        newest_draft = <void *>self
+
+    def __dealloc__(self):
+        global newest_draft
+        if self.ring is None:
+            return
+        if self.previous_draft is NULL:
+            newest_draft = self.next_draft
+        else:
+            (<Draft>self.previous_draft).next_draft = self.next_draft
+        if self.next_draft is not NULL:
+            (<Draft>self.next_draft).previous_draft = self.previous_draft
+        if self.is_detached:
+            with nogil:
+                unmap(self.memory, self.mapped_bytes)
+        elif self.fork_count_at_start == fork_count:
+            self.ring.keep_window(self.memory, self.mapped_bytes, self.offset)
+        self.ring.ended_drafts += 1
+
+    def __getbuffer__(self, Py_buffer *view, int flags):
+        PyBuffer_FillInfo(view, self, self.memory, self.n_bytes, False, flags)
+
+    @property
+    def address(self):
+        """Where it begins."""
+        return <size_t>self.memory
+
+    cdef int detach(self, int data_descriptor) noexcept:
+        """
+        Show what is written from now on to nobody else; the bytes stay.
+
+        Returns an errno, and then the memory can't be used any more.
+        """
+        cdef int failure
+        cdef void *moved
+        with nogil:
+            failure = map_privately(self.memory, self.mapped_bytes, data_descriptor, self.offset,
+                                    &moved, &self.is_detached)
+        if moved is not NULL:
+            self.ring.keep_window(<char *>moved, self.mapped_bytes, self.offset)
+        return failure
+
+    cdef void before_fork(self) noexcept:
+        """Prepare what a forked child is to see. Without memory for it, it sees nothing."""
+        if self.is_detached:
+            make_private(self.memory, self.mapped_bytes)
+            return
+        if self.fork_count_at_start != fork_count:
+            return  # this child sees nothing itself
+        self.snapshot = <char *>copy_of(self.memory, self.mapped_bytes)
+        if self.snapshot is not NULL:
+            # So that the child has nothing else at this address.
+            set_inherited(self.memory, self.mapped_bytes, True)
+
+    cdef void after_fork(self, bint in_child) noexcept:
+        """In the child: end what it shares with its parent. In the parent: clear up."""
+        if self.snapshot is NULL:
+            return
+        if not in_child:
+            set_inherited(self.memory, self.mapped_bytes, False)
+            unmap(self.snapshot, self.mapped_bytes)
+        else:
+            move_to(self.snapshot, self.memory, self.mapped_bytes)
+            self.is_detached = True
+        self.snapshot = NULL
+
+
+cdef void give_up(uint64_t *given_up, uint64_t *given_ups, uint64_t slot,
+                  uint64_t use) noexcept nogil:
+    """Say that this rank does not read the slot's block any more."""
+    # Release pairs with the acquire load in RingWriter.given_up.
+    store_release(&given_up[slot], use)
+    # An atomic addition: an attachment that was struck may still give blocks up.
+    count_up(given_ups)
+
+
+@cython.final
+@cython.no_gc
+cdef class Lease:
+    """
+    A reader's right to a block, as a writable buffer that nobody else sees written.
+
+    It ends with the object, not with the buffer: torch lets go of the buffer at once and keeps the
+    object.
+    """
+
+    cdef Leases leases
+    cdef void *next_lease                    # neighbours in the list of all, which does not count
+    cdef void *previous_lease
+    cdef char *address
+    cdef size_t n_bytes
+    cdef uint64_t slot, use
+    cdef bint is_given_up, is_inherited
+
+    def __getbuffer__(self, Py_buffer *view, int flags):
+        PyBuffer_FillInfo(view, self, self.address, <Py_ssize_t>self.n_bytes, False, flags)
+
+    def __dealloc__(self):
+        if self.leases is not None:
+            self.leases.end(self)
+
+
+@cython.final
+@cython.no_gc
+cdef class Leases:
+    """
+    The leases of one reader, and the private mapping of the arena that they are parts of.
+
+    A page that is written to becomes the reader's own; it is dropped before its block is given up,
+    or the block's next use would show old bytes there. The kernel keeps what a lease shows for as
+    long as it lives: after the reader was closed, and after the writer's death.
+    """
+
+    cdef void *next_leases                   # neighbours in the list of all, which does not count
+    cdef void *previous_leases
+    cdef char *address                       # of the guard page; the arena follows
+    cdef size_t n_bytes
+    cdef uint64_t first_offset               # of the guard page in the data file
+    cdef void *newest                        # the first of the list
+    cdef object pins                         # the mappings that the words below lie in
+    cdef uint64_t *given_up
+    cdef uint64_t *given_ups
+    cdef uint64_t released                   # the reader's cursor
+    cdef bint is_broken                      # pages could not be dropped
+    cdef unsigned long fork_count_at_start
+
+    def __cinit__(self, RingReader reader not None, int data_descriptor):
+        global newest_leases
+        self.fork_count_at_start = fork_count
+        self.first_offset = reader.layout.guard_offset
+        self.n_bytes = reader.data_bytes - self.first_offset
+        self.pins = <object>reader.data_view.obj, <object>reader.control_view.obj
+        self.given_up, self.given_ups = reader.given_up, reader.given_ups
+        self.address = <char *>map_arena(data_descriptor, self.first_offset, self.n_bytes)
+        if self.address is NULL:
+            PyErr_SetFromErrno(OSError)
+        self.next_leases = newest_leases
+        if newest_leases is not NULL:
+            (<Leases>newest_leases).previous_leases = <void *>self
+        newest_leases = <void *>self
+
+    def __dealloc__(self):
+        global newest_leases
+        if self.address is NULL:
+            return
+        if self.previous_leases is NULL:
+            newest_leases = self.next_leases
+        else:
+            (<Leases>self.previous_leases).next_leases = self.next_leases
+        if self.next_leases is not NULL:
+            (<Leases>self.next_leases).previous_leases = self.previous_leases
+        # A forked child has the leased parts alone, and the rest may be somebody else's by now.
+        if self.fork_count_at_start == fork_count:
+            unmap(self.address, self.n_bytes)
+
+    cdef bint passes_self_test(self) noexcept:
+        """Whether the shared bytes are back after a private page was dropped."""
+        cdef char *sample = self.address + BUFFER_ALIGNMENT
+        cdef char shared = sample[0]
+        sample[0] = shared + 1
+        return drop_private_pages(self.address, BUFFER_ALIGNMENT) and sample[0] == shared
+
+    cdef bint is_good(self, uint64_t use) noexcept:
+        """
+        Whether blocks of this use show what the writer wrote.
+
+        `mlockall` makes every page private at once. The guard page then keeps the number of a
+        message before that; the writer stores it before it publishes.
+        """
+        return not self.is_broken and load_relaxed(<uint64_t *>self.address) >= use
+
+    cdef Lease lease(self, uint64_t offset, uint64_t length, uint64_t slot, uint64_t use):
+        cdef Lease lease = Lease.__new__(Lease)
+        lease.address = self.address + (offset - self.first_offset)
+        lease.n_bytes, lease.slot, lease.use = length, slot, use
+        lease.next_lease = self.newest
+        if self.newest is not NULL:
+            (<Lease>self.newest).previous_lease = <void *>lease
+        self.newest = <void *>lease
+        lease.leases = self
+        return lease
+
+    cdef void end(self, Lease lease) noexcept:
+        """The last reference to a lease has gone; called by its destructor."""
+        cdef bint is_dropped
+        if lease.previous_lease is NULL:
+            self.newest = lease.next_lease
+        else:
+            (<Lease>lease.previous_lease).next_lease = lease.next_lease
+        if lease.next_lease is not NULL:
+            (<Lease>lease.next_lease).previous_lease = lease.previous_lease
+        if self.fork_count_at_start != fork_count:
+            if lease.is_inherited:
+                unmap(lease.address, whole_pages(lease.n_bytes))
+            return
+        with nogil:
+            is_dropped = drop_private_pages(lease.address, lease.n_bytes)
+            if lease.is_inherited:
+                set_inherited(lease.address, lease.n_bytes, False)
+        if not is_dropped:
+            self.is_broken = True  # and the block is never given up: its next use would be torn
+        elif not lease.is_given_up and lease.use <= self.released:
+            # A message that was not released may be taken again: its blocks stay.
+            give_up(self.given_up, self.given_ups, lease.slot, lease.use)
+
+    cdef void keep(self, bint for_good) noexcept:
+        """Make every page of every lease private: for forked children, or to give the blocks up."""
+        cdef void *position = self.newest
+        cdef Lease lease
+        while position is not NULL:
+            lease = <Lease>position
+            # Not without the GIL: a lease that is taken or ends meanwhile would be missed.
+            make_private(lease.address, lease.n_bytes)
+            set_inherited(lease.address, lease.n_bytes, True)
+            lease.is_inherited = True
+            if for_good and not lease.is_given_up:
+                lease.is_given_up = True
+                if lease.use <= self.released:
+                    give_up(self.given_up, self.given_ups, lease.slot, lease.use)
+            position = lease.next_lease
+
+
 @cython.final
 cdef class RingReader(_End):
     """One reader's side of a ring. One thread at a time, but for `stop` and the counters."""
@@ -985,10 +1662,18 @@ cdef class RingReader(_End):
     cdef uint64_t *sleeps_word
     cdef uint64_t *left_word
     cdef uint64_t taken_bytes, taken_oob_buffers, taken_oob_bytes   # of the message not released
+    cdef object taken                        # what was taken of it, if that holds leases
+    cdef uint64_t *given_up                  # a word for each slot
+    cdef uint64_t *given_ups
+    cdef list copied_slots                   # of the blocks that were copied out of this message
+    cdef Leases leases                       # None: blocks are copied
     cdef readonly uint64_t messages, bytes, oob_buffers, oob_bytes
 
     def __cinit__(self, segment, int rank, uint64_t epoch):
         self.epoch = epoch
+        self.given_up = <uint64_t *>(
+            self.control + <size_t>self.layout.rank_given_up_offset(rank))
+        self.given_ups = self.rank_word(rank, self.layout.given_ups_in_rank)
         self.own_epoch_word = self.epoch_word(rank)
         self.cursor_word = self.rank_word(rank, self.layout.cursor_in_rank)
         self.sleeps_word = self.rank_word(rank, self.layout.sleeps_in_rank)
@@ -997,6 +1682,26 @@ cdef class RingReader(_End):
     def begin(self, uint64_t start):
         """Begin with message number `start`, which the writer has told."""
         self.cursor = start
+
+    def lease_from(self, int data_descriptor):
+        """
+        Lease blocks from now on instead of copying them, through a private mapping of the arena.
+
+        Returns False if this kernel does not bring the shared bytes back after private ones were
+        dropped. Raises OSError if it refuses the mapping.
+        """
+        leases = Leases(self, data_descriptor)
+        if not leases.passes_self_test():
+            return False
+        leases.released = self.cursor
+        self.leases = leases
+        return True
+
+    def keep_leases(self):
+        """Make what is leased private for good, and give the blocks up: the last thing to do."""
+        self._check_not_forked()
+        if self.leases is not None:
+            self.leases.keep(True)
 
     cdef inline uint64_t _available(self) noexcept nogil:
         # Acquire pairs with the release store in RingWriter._publish.
@@ -1009,7 +1714,7 @@ cdef class RingReader(_End):
         Returns one of these, and `release` gives the chunk back:
 
         * the stream, if it has no buffers;
-        * (stream, list of buffers); the buffers are copies;
+        * (stream, list of buffers), all of it the caller's own: copies, or leases of blocks;
         * the nonce of the memory file that the message lies in, an int.
 
         A message that is taken and not released is taken again.
@@ -1029,9 +1734,12 @@ cdef class RingReader(_End):
             return self._damaged(f"number {self.cursor} is overwritten")
         chunk = self.chunk(self.cursor)
         memcpy(&header, chunk, sizeof(ImageHeader))
-        self.taken_bytes = self.taken_oob_buffers = self.taken_oob_bytes = 0
         if header.sequence != self.cursor:
             return self._damaged(f"number {header.sequence} instead of {self.cursor}")
+        if self.taken is not None:
+            # A second set of leases would give the blocks up while the first is in use.
+            return None if self._is_struck() else self.taken
+        self.taken_bytes = self.taken_oob_buffers = self.taken_oob_bytes = 0
         if header.kind == KIND_FILE:
             taken = header.stream_bytes
         elif header.kind == KIND_HERE and header.n_buffers == 0 and (
@@ -1039,7 +1747,7 @@ cdef class RingReader(_End):
             self.taken_bytes = header.stream_bytes
             taken = self._stream(chunk + sizeof(ImageHeader), header.stream_bytes)
         else:
-            taken = self._parts(chunk)
+            taken = self._parts(chunk, header)
         # Everything that was loaded from the chunk comes before this load of the epoch; pairs with
         # the fence in RingWriter.strike. Without it what was taken may be torn, since the writer
         # does not wait for this reader.
@@ -1055,21 +1763,62 @@ cdef class RingReader(_End):
             return None
         raise damaged(what)
 
-    cdef object _parts(self, const char *chunk):
-        cdef uint64_t offset, length
+    cdef object _parts(self, const char *chunk, ImageHeader header):
+        """The stream and the buffers of an image, which lies in the chunk or in a block."""
+        cdef uint64_t offset, length, limit_bytes = self.chunk_bytes
+        cdef const char *image = chunk
+        cdef bint is_in_block = header.kind == KIND_BLOCK
         try:
-            ranges = image_ranges(chunk, self.chunk_bytes, self.cursor)
+            if is_in_block:
+                limit_bytes = header.n_buffers
+                check_block(header.stream_bytes, limit_bytes, header.slot, self.arena_offset,
+                            self.data_bytes, self.n_slots)
+                image = self.data + header.stream_bytes
+            ranges = image_ranges(image, limit_bytes, self.cursor, self.arena_offset,
+                                  self.data_bytes, self.n_slots)
         except ProtocolError:
             if self._is_struck():
                 return None
             raise
-        offset, length = ranges[0]
+        # Of one block that is leased twice the first lease to end would give up the other's too.
+        slots = [slot for _, _, slot in ranges if slot >= 0]
+        if is_in_block:
+            slots.append(header.slot)
+        if len(set(slots)) < len(slots):
+            return self._damaged("two buffers with one slot")
+        is_leased = self._can_lease()
+        self.copied_slots = []
+        offset, length, _ = ranges[0]
         self.taken_bytes = length
-        stream = self._stream(chunk + offset, length)
+        if is_in_block and is_leased:
+            # The lease is the whole block's, which may hold small buffers too; those are copied.
+            lease = self._lease(header.stream_bytes, limit_bytes, header.slot)
+            stream = lease[offset : offset + length]
+        else:
+            stream = self._stream(image + offset, length)
+            if is_in_block:
+                self.copied_slots.append(header.slot)
         buffers = []
-        for offset, length in ranges[1:]:
-            buffers.append(self._copied(chunk + offset, length))
-        return stream, buffers
+        for offset, length, slot in ranges[1:]:
+            if slot < 0:
+                buffers.append(self._copied(image + offset, length))
+            elif is_leased:
+                buffers.append(self._lease(offset, length, slot))
+            else:
+                buffers.append(self._copied(self.data + offset, length))
+                self.copied_slots.append(slot)
+            self.count_buffer(length)
+        taken = stream, buffers
+        if is_leased:
+            self.taken = taken
+        return taken
+
+    cdef object _lease(self, uint64_t offset, uint64_t length, uint64_t slot):
+        return memoryview(self.leases.lease(offset, length, slot, self.cursor + 1))
+
+    cdef bint _can_lease(self) except -1:
+        """Whether blocks can be leased; after `mlockall` the private mapping shows old bytes."""
+        return self.leases is not None and self.leases.is_good(self.cursor + 1)
 
     cdef bytes _stream(self, const char *address, uint64_t length):
         # A copy, not a view: loading runs code, which may fork, and the child has no chunk.
@@ -1078,10 +1827,9 @@ cdef class RingReader(_End):
         return stream
 
     cdef object _copied(self, const char *address, uint64_t length):
-        # The writer reuses the chunk, so what the caller keeps must be memory of its own.
+        # The writer reuses the memory, so what the caller keeps must be its own.
         copied = PyByteArray_FromStringAndSize(NULL, <Py_ssize_t>length)
         copy(PyByteArray_AS_STRING(copied), address, <size_t>length)
-        self.count_buffer(length)
         return copied
 
     def count_buffer(self, uint64_t length):
@@ -1106,6 +1854,13 @@ cdef class RingReader(_End):
         self.bytes += self.taken_bytes
         self.oob_buffers += self.taken_oob_buffers
         self.oob_bytes += self.taken_oob_bytes
+        if self.leases is not None:
+            self.leases.released = self.cursor
+        self.taken = None
+        if self.copied_slots:
+            for slot in self.copied_slots:
+                give_up(self.given_up, self.given_ups, slot, self.cursor)
+            self.copied_slots = None
         # Release pairs with the acquire load in RingWriter._refresh.
         store_release(self.cursor_word, self.cursor)
         # This fence and the one in RingWriter._sleep_for_space.
@@ -1113,6 +1868,30 @@ cdef class RingReader(_End):
         if load_relaxed(self.writer_sleeps):
             self._wake_writer()
         return True
+
+    def pass_over(self):
+        """
+        Give the next chunk and its blocks back unread; who calls has them sent elsewhere.
+
+        Returns False if this attachment was struck.
+        """
+        cdef const char *chunk = self.chunk(self.cursor)
+        cdef const char *image = chunk
+        cdef uint64_t limit_bytes = self.chunk_bytes
+        cdef ImageHeader header
+        self._check_not_forked()
+        if self._is_struck():
+            return False
+        memcpy(&header, chunk, sizeof(ImageHeader))
+        self.copied_slots = []
+        if header.kind == KIND_BLOCK:
+            self.copied_slots.append(header.slot)
+            image, limit_bytes = self.data + header.stream_bytes, header.n_buffers
+        if header.kind != KIND_FILE:
+            ranges = image_ranges(image, limit_bytes, self.cursor, self.arena_offset,
+                                  self.data_bytes, self.n_slots)
+            self.copied_slots += [slot for _, _, slot in ranges if slot >= 0]
+        return self.release()
 
     cdef void _wake_writer(self) noexcept nogil:
         word_bump(self.writer_word)

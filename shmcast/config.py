@@ -105,8 +105,8 @@ def _check_ranks(value: Any) -> tuple[int, ...] | None:
         return None
     if isinstance(value, str | bytes | Mapping):
         raise TypeError
-    few = itertools.islice(value, _MOST_READERS + 1)  # it may be endless
-    ranks = tuple(_within(_plain_int(rank), 0, _MOST_READERS - 1) for rank in few)
+    few = itertools.islice(value, MOST_READERS + 1)  # it may be endless
+    ranks = tuple(_within(_plain_int(rank), 0, MOST_READERS - 1) for rank in few)
     if len(set(ranks)) != len(ranks):
         raise ValueError
     return ranks
@@ -127,9 +127,9 @@ def _check_bind(value: Any) -> str | None:
     return value
 
 
-_MOST_READERS: Final = 4096
+MOST_READERS: Final = 4096
 _RULES: Final[Mapping[str, _Rule]] = {
-    "n_readers": _integer(1, _MOST_READERS),
+    "n_readers": _integer(1, MOST_READERS),
     "local_reader_ranks": _Rule(
         "None, or distinct ranks from 0 to n_readers - 1", _check_ranks, _parse_ranks
     ),
@@ -266,8 +266,8 @@ class QueueConfig:
         values = {key: inspect.signature(cls).parameters[key].default for key in _RULES}
         origins = dict.fromkeys(_RULES, "default")
         for origin_of, layer in (
-            (_file_origin(path), _from_file(path)),
-            (_variable_origin, _from_environment()),
+            (_file_origin(path), from_file(path)),
+            (_variable_origin, from_environment()),
             (lambda key: f"QueueConfig.load({key}=...)", overrides),
         ):
             for key, value in layer.items():
@@ -284,7 +284,7 @@ def _file_origin(path: str | os.PathLike[str] | None) -> Callable[[str], str]:
     return lambda _key: f"{os.fspath(path) if path is not None else 'no file'} [{_TABLE}]"
 
 
-def _from_file(path: str | os.PathLike[str] | None) -> Mapping[str, object]:
+def from_file(path: str | os.PathLike[str] | None) -> Mapping[str, object]:
     if path is None:
         return {}
     try:
@@ -303,7 +303,7 @@ def _variable_origin(key: str) -> str:
     return f"environment variable {_VARIABLE_PREFIX}{key.upper()}"
 
 
-def _from_environment() -> Mapping[str, object]:
+def from_environment() -> Mapping[str, object]:
     layer: dict[str, object] = {}
     for variable, text in sorted(os.environ.items()):
         if not variable.startswith(_VARIABLE_PREFIX):

@@ -35,7 +35,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar, Final, Self
+from typing import ClassVar, Final, NoReturn, Self
 
 import attrs
 
@@ -729,6 +729,8 @@ class WriterControl:
             with contextlib.suppress(OSError):  # it has gone before us
                 _send(connection.socket, _CLOSING)
         self.close_descriptors()
+        # They would keep the memory for as long as this object lives.
+        self.new_epoch = self.admit = self.strike = self.has_left = _after_close
 
     def close_descriptors(self) -> None:
         """Close what this process has open, and say nothing: all that a forked child may do."""
@@ -737,6 +739,10 @@ class WriterControl:
             self._connections.popitem()[1].close()
         self._epoll.close()
         self._drop_kept_files()
+
+
+def _after_close(*_: object) -> NoReturn:
+    raise QueueClosed("this writer is closed")
 
 
 # --- the reader's side ----------------------------------------------------------------------------

@@ -4,16 +4,18 @@ From a config to offsets: what lies where in a segment. Arithmetic only; nothing
 ::
 
     data file: the writer stores, readers load
-    ┌────────┬───────────┬─────────┬────────────────┬──────────────────┬─────────┬─────────┬───
-    │ header │ published │ closing │ writer_sleeps  │ epoch of rank 0… │ chunk 0 │ chunk 1 │ …
-    └────────┴───────────┴─────────┴────────────────┴──────────────────┴─────────┴─────────┴───
-      a line   a line      a line    a line           8 bytes a rank     from a new page on
+    ┌────────┬───────────┬─────────┬───────────────┬──────────┬───────────┬───────┬──────────────
+    │ header │ published │ closing │ writer_sleeps │ epochs   │ chunk 0 … │ guard │ arena: blocks
+    └────────┴───────────┴─────────┴───────────────┴──────────┴───────────┴───────┴──────────────
+      a line   a line      a line    a line          8 bytes    from a new  a page  whole pages
+                                                     a rank     page on
 
     control file: every end of the queue may store, and each word has its owner
-    ┌──────────────┬─────────────┬─────────────────────────────────┬───────────────────────────
-    │ readers_word │ writer_word │ rank 0: cursor, sleeps, left    │ rank 1: …
-    └──────────────┴─────────────┴─────────────────────────────────┴───────────────────────────
-      a line         a line        a line a rank
+    ┌──────────────┬─────────────┬─────────────────┬───────────┬─────────────────────┬───────────
+    │ readers_word │ writer_word │ rank 0: cursor, │ rank 1: … │ rank 0: given_up    │ rank 1: …
+    │              │             │ sleeps, left, … │           │ of slot 0, slot 1 … │
+    └──────────────┴─────────────┴─────────────────┴───────────┴─────────────────────┴───────────
+      a line         a line        a line a rank                 8 bytes a slot
 
 A line is 128 bytes: two cache lines of 64, since processors fetch them in pairs.
 
@@ -34,18 +36,27 @@ cursor         the rank's reader; the writer once,    writer    messages finishe
 sleeps         the rank's reader; the writer          writer    0 or 1
                clears a dead one's
 left           the rank's reader                      writer    the epoch that has left, 0 for none
+guard          the writer                             readers   as published, and stored before it;
+                                                                a private view may be older
+given_up       the rank's reader                      writer    the slot's last use that the rank
+                                                                has given up; 0 for none
+given_ups      the rank's reader                      writer    how often it gave up; only grows
 =============  =====================================  ========  ===================================
 
-A message lies in its chunk (or, if it does not fit one, in a memory file of its own) as an image:
-a header, a table with the length of every buffer, the stream, then the buffers at multiples of 64
-bytes. The image is written and parsed in `_ring` alone.
+A message lies in its chunk as an image: a header, a table with the length and place of every
+buffer, the stream, then those buffers that have no block of their own, at multiples of 64 bytes. An
+image that does not fit a chunk lies in a block, or in a memory file of its own. It is written and
+parsed in `_ring` alone.
+
+A block is whole pages of the arena and holds one buffer, or one image. While it is in use it has a
+slot in the table of given-up words. A use is the number of its message + 1.
 """
 
 from __future__ import annotations
 
 import mmap
 import struct
-from typing import Final, Self
+from typing import Final, Literal, Self
 
 import attrs
 
@@ -59,8 +70,12 @@ WORD_BYTES: Final = 8
 
 _MAGIC: Final = b"shmcast\0"
 _VERSION: Final = 1
-_HEADER: Final = struct.Struct("=8sQQQQQd")
+_HEADER: Final = struct.Struct("=8sQQQQQdQQ")
 HEADER_BYTES: Final = _HEADER.size
+_RECEIVE: Final = ("private", "copy")  # as numbers in the header
+
+#: How many blocks can be in use at a time.
+MOST_SLOTS: Final = 4096
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -82,6 +97,8 @@ class Layout:
     # What a reader has to know of the writer's config besides; see `QueueConfig`.
     spin_us: int
     warn_after_s: float
+    receive: Literal["private", "copy"]
+    arena_bytes: int  # as configured; the file has whole pages, and the guard page before them
 
     # The data file.
     published_offset: int = attrs.field(init=False, default=round_up(HEADER_BYTES, LINE_BYTES))
@@ -90,18 +107,23 @@ class Layout:
     epochs_offset: int = attrs.field(init=False)
     chunks_offset: int = attrs.field(init=False)
     chunk_stride_bytes: int = attrs.field(init=False)
+    guard_offset: int = attrs.field(init=False)
+    arena_offset: int = attrs.field(init=False)
     data_bytes: int = attrs.field(init=False)
 
     # The control file.
     readers_word_offset: int = attrs.field(init=False, default=0)
     writer_word_offset: int = attrs.field(init=False, default=LINE_BYTES)
     ranks_offset: int = attrs.field(init=False, default=2 * LINE_BYTES)
+    n_slots: int = attrs.field(init=False)
+    given_up_offset: int = attrs.field(init=False)
     control_bytes: int = attrs.field(init=False)
 
     # Within a rank's line.
     cursor_in_rank: int = attrs.field(init=False, default=0)
     sleeps_in_rank: int = attrs.field(init=False, default=WORD_BYTES)
     left_in_rank: int = attrs.field(init=False, default=2 * WORD_BYTES)
+    given_ups_in_rank: int = attrs.field(init=False, default=3 * WORD_BYTES)
 
     # The lock file: byte 0 is the writer's, byte 1 + rank is the reader's.
     locks_bytes: int = attrs.field(init=False)
@@ -126,13 +148,29 @@ class Layout:
     def _chunk_stride_bytes(self) -> int:
         return round_up(self.chunk_bytes, LINE_BYTES)
 
+    @guard_offset.default
+    def _guard_offset(self) -> int:
+        return round_up(self.chunks_offset + self.n_chunks * self.chunk_stride_bytes, mmap.PAGESIZE)
+
+    @arena_offset.default
+    def _arena_offset(self) -> int:
+        return self.guard_offset + (mmap.PAGESIZE if self.arena_bytes else 0)
+
     @data_bytes.default
     def _data_bytes(self) -> int:
-        return round_up(self.chunks_offset + self.n_chunks * self.chunk_stride_bytes, mmap.PAGESIZE)
+        return self.arena_offset + round_up(self.arena_bytes, mmap.PAGESIZE)
+
+    @n_slots.default
+    def _n_slots(self) -> int:
+        return min(MOST_SLOTS, (self.data_bytes - self.arena_offset) // mmap.PAGESIZE)
+
+    @given_up_offset.default
+    def _given_up_offset(self) -> int:
+        return self.ranks_offset + self.n_readers * LINE_BYTES
 
     @control_bytes.default
     def _control_bytes(self) -> int:
-        return round_up(self.ranks_offset + self.n_readers * LINE_BYTES, mmap.PAGESIZE)
+        return round_up(self.rank_given_up_offset(self.n_readers), mmap.PAGESIZE)
 
     @locks_bytes.default
     def _locks_bytes(self) -> int:
@@ -147,6 +185,8 @@ class Layout:
             config.chunk_bytes,
             config.spin_us,
             config.warn_after_s,
+            config.receive,
+            config.arena_bytes,
         )
 
     def header(self) -> bytes:
@@ -159,6 +199,8 @@ class Layout:
             self.chunk_bytes,
             self.spin_us,
             self.warn_after_s,
+            _RECEIVE.index(self.receive),
+            self.arena_bytes,
         )
 
     @classmethod
@@ -176,7 +218,7 @@ class Layout:
             raise ProtocolError(f"not a shmcast segment: it starts with {magic!r}")
         if version != _VERSION:
             raise ProtocolError(f"the segment has version {version}, this one reads {_VERSION}")
-        n_readers, n_chunks, chunk_bytes, spin_us, warn_after_s = values
+        n_readers, n_chunks, chunk_bytes, spin_us, warn_after_s, receive, arena_bytes = values
         try:
             config = QueueConfig(
                 n_readers=n_readers,
@@ -184,6 +226,8 @@ class Layout:
                 chunk_bytes=chunk_bytes,
                 spin_us=spin_us,
                 warn_after_s=warn_after_s,
+                receive=_RECEIVE[receive] if receive < len(_RECEIVE) else receive,
+                arena_bytes=arena_bytes,
             )
         except ConfigError as error:
             raise ProtocolError(f"the segment's header is damaged: {error}") from None
@@ -202,6 +246,10 @@ class Layout:
     def rank_offset(self, rank: int) -> int:
         """Where the rank's line starts in the control file."""
         return self.ranks_offset + rank * LINE_BYTES
+
+    def rank_given_up_offset(self, rank: int) -> int:
+        """Where the rank's given-up words start in the control file, one for each slot."""
+        return self.given_up_offset + rank * round_up(self.n_slots * WORD_BYTES, LINE_BYTES)
 
     def chunk_offset(self, index: int) -> int:
         """Where a chunk starts in the data file."""

@@ -78,6 +78,8 @@ class Pickler:
     Args:
         oob_threshold_bytes: a buffer of this size or more leaves the stream; 0 means every buffer
             that is not empty.
+        allocate: makes memory of so many bytes for a tensor that cannot be exposed as it lies, if
+            it leaves the stream.
         reduce_exact_tensor: how a tensor that is exactly `torch.Tensor` is reduced; benchmarks
             compare with torch's own way.
     """
@@ -86,10 +88,12 @@ class Pickler:
         self,
         oob_threshold_bytes: int,
         *,
+        allocate: Callable[[int], Any] = new_bytearray,
         reduce_exact_tensor: Callable[[torch.Tensor], _Reduced] | None = None,
     ) -> None:
         self._threshold_bytes = max(oob_threshold_bytes, 1)
-        self._table = _DispatchTable(reduce_exact_tensor or reduce_tensor)
+        self._allocate = allocate
+        self._table = _DispatchTable(reduce_exact_tensor or self._reduce_tensor)
         self._kept: _Kept | None = None
 
     def dumps(self, obj: object) -> tuple[list[bytes], list[memoryview]]:
@@ -110,6 +114,10 @@ class Pickler:
             clear_memo()
             self._kept = kept
         return parts, buffers
+
+    def _reduce_tensor(self, tensor: torch.Tensor) -> _Reduced:
+        is_large = tensor.numel() * tensor.element_size() >= self._threshold_bytes
+        return reduce_tensor(tensor, self._allocate if is_large else new_bytearray)
 
     def _new(self) -> _Kept:
         stream = StreamParts()
@@ -194,7 +202,7 @@ def checked_loads(allow: Iterable[str]) -> Callable[..., Any]:
     return checked
 
 
-def reduce_tensor(tensor: torch.Tensor) -> _Reduced:
+def reduce_tensor(tensor: torch.Tensor, allocate: Callable[[int], Any] = new_bytearray) -> _Reduced:
     """
     Reduce a tensor to its bytes, shape, strides and dtype, or as torch does.
 
@@ -207,6 +215,8 @@ def reduce_tensor(tensor: torch.Tensor) -> _Reduced:
 
     Args:
         tensor: exactly a `torch.Tensor`, of any shape.
+        allocate: makes a writable buffer of so many bytes for the elements, where they do not fill
+            their memory without gaps.
 
     Raises:
         TypeError: torch itself cannot carry a tensor of this kind and dtype.
@@ -217,12 +227,12 @@ def reduce_tensor(tensor: torch.Tensor) -> _Reduced:
     strides: tuple[int, ...] | None = tensor.stride()
     item_bytes = tensor.element_size()
     size_bytes = item_bytes * math.prod(shape)
-    memory: Memory | bytearray
+    memory: Any
     if _is_dense(shape, tensor.stride()):
         # The storage, since a tensor may get another one before its bytes are copied.
         memory = Memory(tensor.data_ptr(), size_bytes, tensor.untyped_storage())
     else:
-        memory = new_bytearray(size_bytes)
+        memory = allocate(size_bytes)
         # No dimension of length 1: what is left are fewer than 64.
         steps = [step for step in zip(shape, tensor.stride(), strict=True) if step[0] != 1]
         lengths, distances = zip(*steps, strict=True)

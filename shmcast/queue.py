@@ -10,7 +10,7 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, Self, SupportsIndex
 
 import attrs
@@ -27,6 +27,7 @@ from shmcast._ring import (
     new_bytearray,
     read_image,
 )
+from shmcast.arena import LEAST_BLOCK_BYTES, Arena, Block
 from shmcast.config import QueueConfig
 from shmcast.control import (
     WRITER_BYTE,
@@ -49,7 +50,7 @@ from shmcast.errors import (
 )
 from shmcast.handle import TOKEN_BYTES, Handle
 from shmcast.layout import Layout
-from shmcast.pickler import Pickler, checked_loads, loads
+from shmcast.pickler import Pickler, checked_loads, loads, rebuild_tensor
 from shmcast.segment import (
     FIXED_SIZE,
     FROZEN,
@@ -62,7 +63,10 @@ from shmcast.segment import (
     seals_of,
 )
 
-if TYPE_CHECKING:  # zmq is imported only where there are remote readers
+if TYPE_CHECKING:
+    import torch
+
+    # zmq is imported only where there are remote readers.
     from shmcast.remote import Peer, RemoteReader, RemoteRing, RemoteWriter
 
 __all__ = ["MessageQueue", "MessageReader", "QueueStats", "ReaderStats"]
@@ -91,8 +95,9 @@ class QueueStats:
         waits: how often the writer polled or slept because the ring was full.
         wait_s: for how many seconds, all together.
         lag: how many messages each rank has still to finish, by rank; 0 for one that is gone.
-        blocks_in_use: how many blocks of the arena are in use; there is no arena yet.
+        blocks_in_use: how many blocks of the arena were in use when the writer looked last.
         arena_bytes_in_use: how many bytes these have.
+        blocks_held: how many of them each rank that is waited for has not given up, by rank.
         fallbacks: how many messages went into a memory file of their own.
         losses: how many readers were lost.
     """
@@ -106,6 +111,7 @@ class QueueStats:
     lag: tuple[int, ...]
     blocks_in_use: int
     arena_bytes_in_use: int
+    blocks_held: tuple[int, ...]
     fallbacks: int
     losses: int
 
@@ -238,6 +244,33 @@ class _Ends:
 _ends = _Ends()
 
 
+@attrs.define
+class _Message:
+    """
+    A message on its way.
+
+    Attributes:
+        stream: its parts.
+        buffers: those that left the stream.
+        places: the place of each buffer's block, or None for one that is in the image; empty if
+            no buffer has a block.
+        blocks: these blocks, and that of the image.
+        image_bytes: the size of its image, without what lies in blocks.
+        image_place: of the block of an image that is too large for a chunk.
+        is_in_file: whether the image goes into a memory file.
+        sent: who has been sent that.
+    """
+
+    stream: list[bytes]
+    buffers: list[memoryview]
+    places: list[tuple[int, int] | None] = attrs.field(factory=list)
+    blocks: list[Block] = attrs.field(factory=list)
+    image_bytes: int = 0
+    image_place: tuple[int, int] | None = None
+    is_in_file: bool = False
+    sent: set[Holder] = attrs.field(factory=set)
+
+
 class _TurnTaken(Exception):
     """The end is in use."""
 
@@ -335,13 +368,13 @@ class MessageQueue(_QueueEnd):
         self._local_ranks = self._ranks if local_ranks is None else tuple(sorted(local_ranks))
         self._address = f"shmcast-{secrets.token_hex(16)}"
         self._token = secrets.token_hex(TOKEN_BYTES)
-        self._pickler = Pickler(config.oob_threshold_bytes)
         self._spin_ns = _spin_ns(config.spin_us, len(self._local_ranks))
         self._nonce = 0
         # Losses that no call has reported so far: a signal may come between. By rank; with each
         # text whether it is no death, but damage.
         self._unreported: dict[int, tuple[str, bool]] = {}
         self._file: int | None = None  # the memory file of the message that is on its way
+        self._has_warned = False
         self._fallbacks = 0
         self._losses = 0
         # Each holder's cursor at the last look, and when it had moved.
@@ -357,6 +390,7 @@ class MessageQueue(_QueueEnd):
             raise ConfigError(
                 f"a queue can't be made: {error} (it needs some descriptors: RLIMIT_NOFILE)"
             ) from error
+        self._pickler = Pickler(config.oob_threshold_bytes, allocate=self._arena.allocate_buffer)
         self._lock = EndLock("writer")
         _ends.add(self)
 
@@ -365,6 +399,7 @@ class MessageQueue(_QueueEnd):
             self._segment = Segment.create(layout)
             undo.callback(self._segment.close_descriptors)
             self._ring = RingWriter(self._segment)
+            self._arena = Arena(layout, self._ring, self._segment.reserve_arena)
             lock_file = LockFile.of(new_memory_file("shmcast-locks", layout.locks_bytes))
             undo.callback(lock_file.drop)
             add_seals(lock_file.descriptor, FIXED_SIZE)
@@ -378,7 +413,7 @@ class MessageQueue(_QueueEnd):
                 lock_file=lock_file,
                 new_epoch=self._ring.new_epoch,
                 admit=self._ring.admit,
-                strike=self._ring.strike,
+                strike=self._arena.strike,
                 has_left=self._ring.has_left,
             )
             undo.callback(self._control.close_descriptors)
@@ -401,7 +436,7 @@ class MessageQueue(_QueueEnd):
             place_of=lambda rank, epoch: RingReader(segment, rank, epoch),
             new_epoch=self._ring.new_epoch,
             admit=self._ring.admit,
-            strike=self._ring.strike,
+            strike=self._arena.strike,
             has_left=self._ring.has_left,
         )
         self._control.watch(self._remote.claimed.descriptor)
@@ -496,23 +531,57 @@ class MessageQueue(_QueueEnd):
             TypeError: torch itself cannot carry a tensor in it.
 
         Whatever it raises, nothing was published; what pickling the object raises passes through.
-        Only a signal handler's exception may come just after the message was published.
+        Only a signal handler's exception may come just after the message was published, and a
+        ShmcastError may say that it was, but a tensor of `empty` in it can't be used any more.
         """
-        if timeout is None:
-            with self._lock:
+        deadline = math.inf if timeout is None else _deadline(timeout)
+        with self._lock if timeout is None else self._lock.until(deadline, QueueFull):
+            if self._arena.pending:  # of a message that was interrupted
+                self._arena.settle()
+            try:
                 stream, buffers = self._pickler.dumps(obj)
-                if self._ring.try_publish(stream, buffers):
-                    self._publish_slowly(stream, buffers, math.inf)
-                elif self._remote is not None:
-                    self._hand_on()
-        else:
-            deadline = _deadline(timeout)
-            with self._lock.until(deadline, QueueFull):
-                stream, buffers = self._pickler.dumps(obj)
-                if self._ring.try_publish(stream, buffers):
-                    self._publish_slowly(stream, buffers, deadline)
-                elif self._remote is not None:
-                    self._hand_on()
+            except BaseException:
+                self._arena.settle()
+                raise
+            if buffers or self._ring.try_publish(stream, buffers):
+                self._publish_slowly(stream, buffers, deadline)
+            elif self._remote is not None:
+                self._hand_on()
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """
+        An uninitialised tensor in the memory of the queue: publishing it copies nothing.
+
+        It is an ordinary tensor, and stays one: what is written to it after `enqueue` is seen by
+        nobody else. It may be enqueued once without a copy, in any message, as it is or as a view
+        that begins with its first element; after that it is copied like any other tensor. If there
+        is no room for it in the arena, or it is smaller than the threshold, it is copied too.
+
+        It has no timeout, and waits while another thread waits in `enqueue`.
+
+        Args:
+            shape: the length of each dimension.
+            dtype: of the elements.
+
+        Raises:
+            QueueClosed: this end is closed.
+            ShmcastError: the call came from inside another one in the same thread, or from a
+                forked child.
+
+        A wrong shape or dtype raises what `torch.empty` raises.
+        """
+        import torch
+
+        model = torch.empty(shape, dtype=dtype, device="meta")
+        n_bytes = model.numel() * model.element_size()
+        with self._lock:
+            least_bytes = max(self._config.oob_threshold_bytes, LEAST_BLOCK_BYTES)
+            if n_bytes >= least_bytes and not model.is_quantized:
+                draft = self._arena.new_draft(n_bytes)
+                if draft is not None:
+                    name = str(model.dtype).removeprefix("torch.")
+                    return rebuild_tensor(draft, tuple(model.shape), None, name)
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
     def stats(self) -> QueueStats:
         """
@@ -522,9 +591,10 @@ class MessageQueue(_QueueEnd):
             QueueClosed: this end is closed.
         """
         self._lock.check_not_forked()
-        ring = getattr(self, "_ring", None)
-        if ring is None:
+        ring, arena = getattr(self, "_ring", None), getattr(self, "_arena", None)
+        if ring is None or arena is None:
             raise QueueClosed("this writer is closed")
+        blocks = arena.blocks
         return QueueStats(
             messages=ring.messages,
             bytes=ring.bytes,
@@ -533,8 +603,11 @@ class MessageQueue(_QueueEnd):
             waits=ring.waits,
             wait_s=ring.wait_s,
             lag=ring.lags(),
-            blocks_in_use=0,
-            arena_bytes_in_use=0,
+            blocks_in_use=len(blocks),
+            arena_bytes_in_use=sum(block.n_bytes for block in blocks),
+            blocks_held=tuple(
+                sum(rank in block.holders for block in blocks) for rank in self._ranks
+            ),
             fallbacks=self._fallbacks,
             losses=self._losses,
         )
@@ -542,73 +615,150 @@ class MessageQueue(_QueueEnd):
     def _publish_slowly(
         self, stream: list[bytes], buffers: list[memoryview], deadline: float
     ) -> None:
-        """Publish what the first try could not."""
-        size_bytes = image_bytes(stream, buffers)
-        in_file = size_bytes > self._config.chunk_bytes
-        needed_bytes = IMAGE_HEADER_BYTES if in_file else size_bytes
-        wait = _Wait(deadline, self._config.warn_after_s, self._spin_ns)
-        has_looked = False
-        sent: set[Holder] = set()
+        """Publish what has large buffers, or what the first try could not."""
+        message = _Message(stream, buffers)
         try:
-            while True:
-                match self._ring.try_claim(needed_bytes, has_looked):
-                    case Claim.DONE if not in_file:
-                        if self._ring.try_publish(stream, buffers, True) == Claim.DONE:
-                            self._hand_on()
-                            return
-                    case Claim.DONE if self._remote and not self._remote.has_room(size_bytes):
-                        self._pause(wait, for_chunk=False)
-                    case Claim.DONE:
-                        if self._file is None:
-                            self._nonce += 1
-                            pieces = image_pieces(self._ring.messages, stream, buffers)
-                            self._file = new_frozen_file(pieces, size_bytes)
-                        # Sent before it is published, so that a reader never waits for it, and has
-                        # it even if the writer dies.
-                        if self._control.send_file(self._nonce, self._file, sent):
-                            # Let go of first: whoever is interrupted must not close it twice.
-                            file, self._file = self._file, None
-                            if self._remote is not None:
-                                number = self._ring.messages
-                                self._images[number] = map_file(file, size_bytes, writable=False)
-                            self._control.keep_file(self._nonce, file)
-                            self._ring.publish_file(self._nonce, stream, buffers)
-                            self._fallbacks += 1
-                            self._hand_on()
-                            return
-                        self._pause(wait, for_chunk=False)
-                    case Claim.FULL:
-                        self._pause(wait, for_chunk=True)
-                    case Claim.LOOK:
-                        self._look(self._config.on_reader_loss)
-                        has_looked = True
-                    case Claim.RESERVE:
-                        index = self._ring.messages % self._config.n_chunks
-                        self._ring.set_reserved(self._segment.reserve_chunk(index, needed_bytes))
-                    case Claim.NOBODY:
-                        raise ReaderLost(
-                            f"nobody is left to publish to: {_ranks_text(self._ranks)} left or "
-                            f"died; wait_until_ready waits until they attach again",
-                            self._ranks,
-                        )
+            self._place(message)
+            self._publish(message, _Wait(deadline, self._config.warn_after_s, self._spin_ns))
+            self._hand_on()
         finally:
             self._images.pop(self._ring.messages, None)  # of one that was not published
             self._drop_file()
+            self._arena.settle()
+
+    def _place(self, message: _Message) -> None:
+        """
+        Copy the large buffers into blocks of the arena, and find a place for a large image.
+
+        If there are not enough blocks, all of the message goes another way.
+        """
+        chunk_bytes = self._config.chunk_bytes
+        self._arena.reclaim()
+        has_blocks = self._place_buffers(message)
+        if not has_blocks:
+            message.places.clear()
+            message.blocks.clear()
+        message.image_bytes = image_bytes(message.stream, message.buffers, message.places)
+        if message.image_bytes <= chunk_bytes:
+            return
+        block = self._arena.allocate(message.image_bytes) if has_blocks else None
+        if block is not None:
+            message.image_place = block.offset, block.slot
+            message.blocks.append(block)
+            return
+        message.places.clear()
+        message.blocks.clear()
+        message.image_bytes = image_bytes(message.stream, message.buffers)
+        message.is_in_file = message.image_bytes > chunk_bytes
+
+    def _place_buffers(self, message: _Message) -> bool:
+        """Copy the large buffers into blocks; whether there were enough."""
+        for buffer in message.buffers:
+            block = self._arena.block_of(buffer)
+            if block is None and len(buffer) >= LEAST_BLOCK_BYTES:
+                block = self._arena.allocate(len(buffer))
+                if block is None:
+                    return False
+                self._ring.copy_to_block(block.offset, buffer)
+            if block is None:
+                message.places.append(None)
+            else:
+                message.places.append((block.offset, block.slot))
+                message.blocks.append(block)
+        return True
+
+    def _publish(self, message: _Message, wait: _Wait) -> None:
+        """Wait for a chunk and publish a message that has been placed."""
+        is_elsewhere = message.is_in_file or message.image_place is not None
+        needed_bytes = IMAGE_HEADER_BYTES if is_elsewhere else message.image_bytes
+        has_looked = False
+        while True:
+            match self._ring.try_claim(needed_bytes, has_looked):
+                case Claim.DONE:
+                    if self._publish_claimed(message):
+                        return
+                    self._pause(wait, for_chunk=False)
+                case Claim.FULL:
+                    self._pause(wait, for_chunk=True)
+                case Claim.LOOK:
+                    self._look(self._config.on_reader_loss)
+                    has_looked = True
+                case Claim.RESERVE:
+                    index = self._ring.messages % self._config.n_chunks
+                    self._ring.set_reserved(self._segment.reserve_chunk(index, needed_bytes))
+                case Claim.NOBODY:
+                    raise ReaderLost(
+                        f"nobody is left to publish to: {_ranks_text(self._ranks)} left or "
+                        f"died; wait_until_ready waits until they attach again",
+                        self._ranks,
+                    )
+
+    def _publish_claimed(self, message: _Message) -> bool:
+        """Publish into the claimed chunk. False if there is no room for its file for now."""
+        ring, stream, buffers = self._ring, message.stream, message.buffers
+        if message.is_in_file and self._remote and not self._remote.has_room(message.image_bytes):
+            return False
+        if not message.is_in_file:
+            # Before it is published: afterwards a signal could come between.
+            self._arena.assign(message.blocks, ring.messages + 1, ring.expected_ranks())
+            drafts = [block.draft() for block in message.blocks if block.draft is not None]
+            descriptor = self._segment.data_descriptor
+            try:
+                ring.publish(
+                    stream, buffers, message.places, message.image_place, drafts, descriptor
+                )
+            except OSError as error:
+                raise ShmcastError(
+                    f"the message was published, but a tensor of `empty` in it can't be used any "
+                    f"more: {error}"
+                ) from error
+            return True
+        if self._file is None:
+            self._warn_of_fallback()
+            self._nonce += 1
+            pieces = image_pieces(ring.messages, stream, buffers)
+            self._file = new_frozen_file(pieces, message.image_bytes)
+        # Sent before it is published, so that a reader never waits for it, and has it even if the
+        # writer dies.
+        if not self._control.send_file(self._nonce, self._file, message.sent):
+            return False
+        # Let go of first: whoever is interrupted must not close it twice.
+        file, self._file = self._file, None
+        if self._remote is not None:
+            self._images[ring.messages] = map_file(file, message.image_bytes, writable=False)
+        self._control.keep_file(self._nonce, file)
+        ring.publish_file(self._nonce, stream, buffers)
+        self._fallbacks += 1
+        return True
+
+    def _warn_of_fallback(self) -> None:
+        """Say once that the arena is too small for what the readers keep."""
+        if self._has_warned or not self._config.arena_bytes:
+            return
+        self._has_warned = True
+        stats = self.stats()
+        _log.warning(
+            "writer @%s has no free block for a message, so it goes into a memory file, which is "
+            "slower: %d bytes of arena_bytes = %d are in use, blocks held by rank: %s",
+            self._address,
+            stats.arena_bytes_in_use,
+            self._config.arena_bytes,
+            stats.blocks_held,
+        )
 
     def _hand_on(self) -> None:
         """Have what was published sent to the remote ranks; also what a signal left undone."""
         if self._remote is None:
             return
-        layout, data = self._segment.layout, self._segment.data
-        assert data is not None  # it is mapped until the end is closed
         while self._n_handed_on < self._ring.messages:
             number = self._n_handed_on
-            image: Any = self._images.get(number)
+            image = self._images.get(number)
+            if image is None:  # chunk and blocks stay as they are until all have acknowledged it
+                stream, buffers = self._ring.published_parts(number)
+            else:
+                stream, buffers = read_image(image, number)
             file_bytes = len(memoryview(image)) if image else 0
-            if image is None:  # the chunk is not written again before all have acknowledged it
-                offset = layout.chunk_offset(number % layout.n_chunks)
-                image = memoryview(data)[offset : offset + layout.chunk_bytes]
-            self._remote.publish(number, *read_image(image, number), file_bytes)
+            self._remote.publish(number, stream, buffers, file_bytes)
             self._images.pop(number, None)
             self._n_handed_on += 1
 
@@ -670,14 +820,18 @@ class MessageQueue(_QueueEnd):
                     control.vacate(rank)
                     continue
                 if is_dead:
-                    text = f"died {lags[rank]} messages behind"
+                    text = f"{self._who(rank)} died {lags[rank]} messages behind"
             except ProtocolError as error:
                 text, is_damage = str(error), True
             if rank == self._ring.damaged():
-                text, is_damage = "stored a cursor that is out of range", True
+                text = f"{self._who(rank)} stored a cursor that is out of range"
+                is_damage = True
             if text is not None:
-                self._unreported[rank] = f"{self._who(rank)} {text}", is_damage
-                self._losses += 1
+                if rank not in self._unreported:
+                    self._losses += 1
+                self._unreported[rank] = text, is_damage
+                if isinstance(holder, Holder) and not holder.connection.has_gone:
+                    self._arena.disown(rank)
                 control.vacate(rank)
         self._step()
         if not self._unreported:
@@ -749,8 +903,10 @@ class MessageQueue(_QueueEnd):
                 parts.callback(self._remote.close)
         _ends.discard(self)
         # The mappings end here, unless another thread is still on its way out of a call. The last
-        # line, since a signal may interrupt this and `close` come again.
-        del self._ring
+        # lines, since a signal may interrupt this and `close` come again.
+        self._remote = None
+        for name in ("_pickler", "_arena", "_ring"):
+            self.__dict__.pop(name, None)
 
     def _drop_lock_file(self) -> None:
         if self._lock_file is not None:
@@ -1045,6 +1201,9 @@ class MessageReader(_QueueEnd):
             self._ring = RingReader(self._segment, self._rank, self._control.epoch)
             layout = self._segment.layout
             self._warn_after_s = layout.warn_after_s
+            if layout.n_slots and layout.receive == "private":
+                self._lease_blocks()
+            self._segment.close_descriptors()  # what is mapped stays mapped
             self._spin_ns = _spin_ns(layout.spin_us, layout.n_readers)
             self._control.confirm()
             self._control.step()
@@ -1054,12 +1213,27 @@ class MessageReader(_QueueEnd):
         self._take = self._ring.try_take
         return True
 
+    def _lease_blocks(self) -> None:
+        assert isinstance(self._ring, RingReader)  # no other has an arena
+        try:
+            if self._ring.lease_from(self._segment.data_descriptor):
+                return
+            reason = "this kernel does not drop private pages"
+        except OSError as error:
+            reason = f"a private mapping was refused ({error})"
+        _log.warning(
+            "reader @%s rank %d copies large buffers: %s", self._address, self._rank, reason
+        )
+
     def _finish(self) -> None:
         with contextlib.ExitStack() as parts:
             parts.callback(self._control.close)
             if hasattr(self, "_segment"):
                 parts.callback(self._segment.close)
             if hasattr(self, "_ring"):
+                if isinstance(self._ring, RingReader):
+                    # What was received lives on, private, and the writer gets its blocks back.
+                    self._ring.keep_leases()
                 self._ring.leave()
         _ends.discard(self)
         # The mappings end here, unless another thread is still on its way out of a call. The last

@@ -893,7 +893,7 @@ class RemoteWriter(_Link):
                 if not all(tracker.done for tracker in peer.sent[0][1]):
                     break
                 peer.sent.popleft()
-            peer.place.release()
+            peer.place.pass_over()
             peer.released += 1
         else:
             if not peer.unfinished:

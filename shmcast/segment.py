@@ -222,6 +222,9 @@ class Segment:
             data_descriptor, control_descriptor = descriptors
             setting = "n_readers is what this memory depends on"
             reserve(data_descriptor, 0, layout.chunks_offset, setting)
+            if layout.arena_bytes:
+                guard_bytes = layout.arena_offset - layout.guard_offset
+                reserve(data_descriptor, layout.guard_offset, guard_bytes, setting)
             reserve(control_descriptor, 0, layout.control_bytes, setting)
             data = map_file(data_descriptor, layout.data_bytes, writable=True)
             control = map_file(control_descriptor, layout.control_bytes, writable=True)
@@ -233,9 +236,10 @@ class Segment:
             for descriptor in descriptors:
                 os.close(descriptor)
             raise ConfigError(
-                f"a queue with n_readers = {layout.n_readers}, n_chunks = {layout.n_chunks} and "
-                f"chunk_bytes = {layout.chunk_bytes} can't be made: {error} (it needs "
-                f"{layout.data_bytes} bytes of address space, and descriptors: RLIMIT_NOFILE)"
+                f"a queue with n_readers = {layout.n_readers}, n_chunks = {layout.n_chunks}, "
+                f"chunk_bytes = {layout.chunk_bytes} and arena_bytes = {layout.arena_bytes} can't "
+                f"be made: {error} (it needs {layout.data_bytes} bytes of address space, and "
+                f"descriptors: RLIMIT_NOFILE)"
             ) from error
         return cls(layout, data, control, (data_descriptor, control_descriptor))
 
@@ -289,6 +293,15 @@ class Segment:
             reserved_bytes = size_bytes
             reserve(self.data_descriptor, offset, reserved_bytes, setting)
         return reserved_bytes
+
+    def reserve_arena(self, offset: int, size_bytes: int) -> None:
+        """
+        Reserve a part of the arena.
+
+        Raises:
+            MessageTooLarge: there is not enough memory.
+        """
+        reserve(self.data_descriptor, offset, size_bytes, "a smaller arena_bytes needs less")
 
     def close(self) -> None:
         """Let go of everything; the mappings stay for those who use them."""

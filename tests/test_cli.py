@@ -6,6 +6,7 @@ import contextlib
 import math
 import multiprocessing
 import os
+import pickle
 import re
 import select
 import shutil
@@ -13,6 +14,8 @@ import signal
 import struct
 import subprocess
 import sys
+import time
+import zipfile
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -204,24 +207,30 @@ def test_other_bits_are_a_difference(expected: Any, got: Any, what: str) -> None
 # --- A reader that checks -----------------------------------------------------------------------
 
 
-def checked(make_queue: MakeQueue, sent: list[Any], n_messages: int) -> tuple[cli.Summary, int]:
-    """What a reader says about these messages, and how many answers came before that."""
+def checked(make_queue: MakeQueue, sent: list[Any], n_messages: int) -> list[cli.Answer]:
+    """What a reader says about these messages."""
     queue, (reader,) = make_queue(n_chunks=len(sent))
-    answers, (answers_reader,) = make_queue(n_chunks=2 * n_messages)
     for message in sent:
         queue.enqueue(message, PATIENCE_S)
     make_message = cli.Plan(1, (), n_messages).message_maker()
     queue.close()
-    summary = cli.check_messages(reader, answers, make_message, n_messages)
-    return summary, answers_reader.stats().lag
+    answers: list[cli.Answer] = []
+    cli.check_messages(reader, answers.append, make_message, n_messages)
+    return answers
 
 
 def test_a_reader_verifies_what_is_right(make_queue: MakeQueue) -> None:
-    """A reader that gets what it expects answers each message twice and counts them all."""
+    """A reader that gets what it expects answers each message, with the bytes and times so far."""
     make = cli.Plan(1, (), 4).message_maker()
-    summary, n_answers = checked(make_queue, [make(index) for index in range(4)], 4)
-    assert (4, None, 8) == (summary.verified, summary.problem, n_answers)
-    assert 60 * MIB <= summary.bytes <= 61 * MIB
+    start = time.monotonic()
+    answers = checked(make_queue, [make(index) for index in range(4)], 4)
+    assert [(index, None) for index in range(4)] == [
+        (answer.index, answer.problem) for answer in answers
+    ]
+    times = [answer.taken_at for answer in answers]
+    assert sorted(times) == times
+    assert start < times[0] < times[-1] < time.monotonic()
+    assert 60 * MIB < answers[0].bytes < answers[-1].bytes < 61 * MIB
 
 
 def _with_flipped_bit(messages: list[Any]) -> None:
@@ -271,11 +280,10 @@ def test_a_reader_finds_what_is_wrong(
     make = cli.Plan(1, (), 3).message_maker()
     messages = [make(index) for index in range(3)]
     plant(messages)
-    summary, n_answers = checked(make_queue, messages, 3)
-    assert summary.problem is not None
-    assert re.match(problem, summary.problem), summary.problem
-    assert verified == summary.verified
-    assert n_answers in (2 * verified, 2 * verified + 1)
+    *right, last = checked(make_queue, messages, 3)
+    assert [None] * verified == [answer.problem for answer in right]
+    assert last.problem is not None
+    assert re.match(problem, last.problem), last.problem
 
 
 def test_readers_with_another_seed_fail_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,27 +309,25 @@ def end_at_once(pipe: Connection, handle: Handle, rank: int, plan: cli.Plan) -> 
 
 def never_answer(pipe: Connection, handle: Handle, rank: int, plan: cli.Plan) -> None:
     """A reader that takes everything and says nothing."""
-    with (
-        MessageQueue(QueueConfig()) as answers,
-        MessageQueue.create_from_handle(handle, rank) as reader,
-    ):
-        pipe.send(answers.export_handle())
+    with MessageQueue.create_from_handle(handle, rank) as reader:
         for _ in reader:
             pass
 
 
 def die_on_the_way(pipe: Connection, handle: Handle, rank: int, plan: cli.Plan) -> None:
     """A reader that compares nothing, and of which rank 1 is killed at message 2."""
-    with (
-        MessageQueue(QueueConfig()) as answers,
-        MessageQueue.create_from_handle(handle, rank) as reader,
-    ):
-        pipe.send(answers.export_handle())
+    with MessageQueue.create_from_handle(handle, rank) as reader:
         for index, _ in enumerate(reader):
             if (rank, index) == (1, 2):
                 os.kill(os.getpid(), signal.SIGKILL)
-            answers.enqueue(index)
-            answers.enqueue(index)
+            pipe.send(cli.Answer(index, time.monotonic(), 0, None))
+
+
+def answer_out_of_turn(pipe: Connection, handle: Handle, rank: int, plan: cli.Plan) -> None:
+    """A reader that answers each message with the index of the next one."""
+    with MessageQueue.create_from_handle(handle, rank) as reader:
+        for index, _ in enumerate(reader):
+            pipe.send(cli.Answer(index + 1, time.monotonic(), 0, None))
 
 
 @pytest.mark.parametrize(
@@ -330,8 +336,9 @@ def die_on_the_way(pipe: Connection, handle: Handle, rank: int, plan: cli.Plan) 
         (end_at_once, 1, r"rank 0 \(pid \d+\) ended \(exit status 3\) before it was ready"),
         (never_answer, 1, r"rank 0 \(pid \d+\) did not answer within 1 s"),
         (die_on_the_way, 2, r"rank 1 \(pid \d+\) was killed by signal 9 before it answered"),
+        (answer_out_of_turn, 1, r"rank 0 \(pid \d+\) answered 1 instead of 0"),
     ],
-    ids=["ends", "silent", "killed"],
+    ids=["ends", "silent", "killed", "out of turn"],
 )
 def test_a_reader_that_does_not_answer_fails_the_demo(
     tmp_path: Path,
@@ -340,7 +347,7 @@ def test_a_reader_that_does_not_answer_fails_the_demo(
     n_readers: int,
     text: str,
 ) -> None:
-    """A reader that ends, is killed or stays silent makes exit status 1 and is named."""
+    """A reader that ends, dies, stays silent or is confused makes exit status 1 and is named."""
     monkeypatch.setattr(cli, "run_reader", run_reader)
     if run_reader is never_answer:
         monkeypatch.setattr(cli, "_ANSWER_S", 1.0)
@@ -351,19 +358,102 @@ def test_a_reader_that_does_not_answer_fails_the_demo(
     assert [] == multiprocessing.active_children()
 
 
+def claim_times(pipe: Connection, handle: Handle, rank: int, plan: cli.Plan) -> None:
+    """A reader that says it took 5000 s for the first message; after it, rank 0 says 1000 s."""
+    with MessageQueue.create_from_handle(handle, rank) as reader:
+        for index, _ in enumerate(reader):
+            claimed_s = 5000 if index == 0 else 1000 if rank == 0 else 0
+            pipe.send(cli.Answer(index, time.monotonic() + claimed_s, 100 * index, None))
+
+
+def test_a_rank_has_its_own_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow rank is not in the times of the ranks after it, and the first message in none."""
+    monkeypatch.setattr(cli, "run_reader", claim_times)
+    file = save(tmp_path / "a.npy", np.ones(9))
+    result = shmcast("demo", "--readers", 2, "--messages", 5, "--input", file)
+    assert 0 == result.exit_code, result.output
+    slow, fast = ([float(time.split()[0]) for time in row[3:5]] for row in rows(result.output))
+    assert all(1_000_000 <= time < 2_000_000 for time in slow), slow
+    assert all(0 < time < 1_000_000 for time in fast), fast
+    assert ["-", "-"] == [row[5] for row in rows(result.output)]
+
+
 # --- The end ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("until", ["Starting", "Broadcasting"])
 def test_ctrl_c_ends_it_cleanly(until: str) -> None:
-    """Ctrl-C ends the demo and its readers with exit status 130, whenever it comes."""
+    """Ctrl-C, once or more, ends the demo and its readers with exit status 130."""
     with running_demo(until) as (process, pids):
-        os.killpg(process.pid, signal.SIGINT)
+        for _ in range(3):
+            os.killpg(process.pid, signal.SIGINT)
         output, errors = process.communicate(timeout=PATIENCE_S)
     assert 130 == process.returncode
     assert errors.rstrip().endswith("Interrupted")
     assert ("", False) == (output, "Traceback" in errors)
-    wait_for_end(pids)
+    for pid in pids:  # not even for a moment
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def run_and_interrupt(
+    directory: Path, argument: str, until: str, before: signal.Handlers
+) -> tuple[int, str]:
+    """
+    Run the command with the modules of this directory, with Ctrl-C once it has written a line.
+
+    Returns its exit status, and what else it wrote to stderr.
+    """
+    with subprocess.Popen(
+        [script(), argument],
+        env={**os.environ, "PYTHONPATH": str(directory)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, before),  # noqa: PLW1509  # no threads
+    ) as process:
+        try:
+            assert process.stderr is not None
+            assert f"{until}\n" == process.stderr.readline()
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()
+    return process.returncode, errors
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [(signal.SIG_DFL, (130, "Interrupted\n")), (signal.SIG_IGN, (7, ""))],
+    ids=["as usual", "ignored"],
+)
+def test_ctrl_c_while_importing(
+    tmp_path: Path, before: signal.Handlers, expected: tuple[int, str]
+) -> None:
+    """Ctrl-C counts also in an import that swallows exceptions, unless the parent ignores it."""
+    (tmp_path / "torch.py").write_text(
+        "import sys\n"
+        "print('importing', file=sys.stderr, flush=True)\n"
+        "try:\n"
+        "    sys.stdin.read()\n"
+        "except KeyboardInterrupt:\n"
+        "    pass\n"
+        "sys.exit(7)\n"
+    )
+    assert expected == run_and_interrupt(tmp_path, "demo", "importing", before)
+
+
+def test_ctrl_c_after_the_end(tmp_path: Path) -> None:
+    """Ctrl-C when all is said, and the interpreter ends, changes nothing."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import atexit, sys\n"
+        "def end():\n"
+        "    print('ending', file=sys.stderr, flush=True)\n"
+        "    sys.stdin.read()\n"
+        "atexit.register(end)\n"
+    )
+    assert (0, "") == run_and_interrupt(tmp_path, "--version", "ending", signal.SIG_DFL)
 
 
 def test_readers_do_not_outlive_the_demo() -> None:
@@ -393,9 +483,10 @@ def test_the_demo_checks_every_reader() -> None:
     assert 0 == done.returncode, done.stderr
     assert "Every message arrived bit for bit at 2 readers." == done.stdout.splitlines()[-1]
     assert [["rank 0", "30"], ["rank 1", "30"]] == [row[:2] for row in rows(done.stdout)]
-    for _, _, mib, *times in rows(done.stdout):
+    for _, _, mib, *times, large in rows(done.stdout):
         assert 60 <= float(mib) <= 61
         assert all(re.fullmatch(r"\d+\.\d{3} ms", time) for time in times), times
+        assert "-" == large  # the only one is warm-up
     assert re.search(r"^Under way: \d+ messages/s, \d+\.\d\d GiB/s to all\.$", done.stdout, re.M)
     assert done.stdout.startswith("┏")
     assert not re.search("Starting|Broadcasting|%\\s*0:", done.stdout)
@@ -423,30 +514,71 @@ def test_files_of_every_kind_are_broadcast(tmp_path: Path) -> None:
     assert [["rank 0", "12"], ["rank 1", "12"]] == [row[:2] for row in rows(result.output)]
 
 
-def test_the_config_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The queue has the settings of the file, and as many readers as asked for."""
-    configs = []
+def refused_configs(monkeypatch: pytest.MonkeyPatch) -> list[QueueConfig]:
+    """The configs of the queues that the demo would make, were they not refused."""
+    configs: list[QueueConfig] = []
 
     def refuse(config: QueueConfig) -> None:
         configs.append(config)
         raise ConfigError("seen")
 
     monkeypatch.setattr(cli, "MessageQueue", refuse)
+    return configs
+
+
+@pytest.mark.parametrize(
+    ("option", "variable", "in_file", "n_readers"),
+    [
+        (None, None, None, 2),
+        (None, None, 9, 9),
+        (None, None, 1, 1),
+        (None, "5", 9, 5),
+        (None, "1", None, 1),
+        ("3", "5", 9, 3),
+        ("1", None, None, 1),
+    ],
+)
+def test_settings_count(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    option: str | None,
+    variable: str | None,
+    in_file: int | None,
+    n_readers: int,
+) -> None:
+    """The queue has the file's settings; --readers wins over a variable, that over the file."""
+    configs = refused_configs(monkeypatch)
     path = tmp_path / "shmcast.toml"
-    path.write_text('[shmcast]\nn_readers = 9\nn_chunks = 7\nchunk_bytes = "64 KiB"\n')
-    result = shmcast("demo", "--config", path, "--readers", 3)
+    line = "" if in_file is None else f"n_readers = {in_file}\n"
+    path.write_text(f'[shmcast]\n{line}n_chunks = 7\nchunk_bytes = "64 KiB"\n')
+    if variable is not None:
+        monkeypatch.setenv("SHMCAST_N_READERS", variable)
+    options = [] if option is None else ["--readers", option]
+    result = shmcast("demo", "--config", path, *options)
     assert (2, "Error: seen\n") == (result.exit_code, result.output)
-    assert [QueueConfig(n_readers=3, n_chunks=7, chunk_bytes=64 << 10)] == configs
+    assert [QueueConfig(n_readers=n_readers, n_chunks=7, chunk_bytes=64 << 10)] == configs
+
+
+def test_ranks_for_two_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing says how many readers there are, settings for two readers are allowed."""
+    configs = refused_configs(monkeypatch)
+    monkeypatch.setenv("SHMCAST_LOCAL_READER_RANKS", "0,1")
+    assert "Error: seen\n" == shmcast("demo").output
+    assert [QueueConfig(n_readers=2, local_reader_ranks=(0, 1))] == configs
 
 
 # --- Wrong input --------------------------------------------------------------------------------
+
+FROM_TORCH = "allowed is a file with plain CPU tensors, .+, as torch.save writes it"
+FROM_NUMPY = "allowed is a file with one array, .+, as numpy.save writes it"
+FROM_SAFE = "allowed is a file with tensors, as safetensors.torch.save_file writes it"
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["--readers", "0"], "'--readers': 0 is not in the range"),
-        (["--readers", "5000"], "n_readers = 5000 is not allowed"),
+        (["--readers", "5000"], "'--readers': 5000 is not in the range 1<=x<=4096"),
         (["--messages", "0"], "'--messages': 0 is not in the range"),
         (["--messages", "many"], "'--messages': 'many' is not a valid integer"),
         (["--nonsense"], "No such option '?--nonsense"),
@@ -455,26 +587,50 @@ def test_the_config_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (["--config", "missing.toml"], "missing.toml: can't be read"),
         (["--config", "bad.toml"], r"bad.toml \[shmcast\]: n_chunks = 0 is not allowed"),
         (["--input", "missing.pt"], "missing.pt: No such file"),
-        (["--input", "folder.pt"], "folder.pt: Is a directory"),
+        (["--input", "folder.pt"], f"folder.pt: is no regular file; {FROM_TORCH}"),
+        (["--input", "folder.safetensors"], f"folder.safetensors: is no regular file; {FROM_SAFE}"),
         (["--input", "words.txt"], "words.txt: ends in none of .pt, .pth, .npy, .safetensors"),
-        (["--input", "good.npy", "empty.pt"], "empty.pt: is empty"),
-        (["--input", "empty.npy", "good.npy"], "empty.npy: is empty"),
-        (["--input", "empty.safetensors"], "empty.safetensors: is empty"),
-        (["--input", "damaged.pt"], "damaged.pt: can't be read: "),
-        (["--input", "damaged.npy"], "damaged.npy: can't be read: "),
-        (["--input", "damaged.safetensors"], "damaged.safetensors: can't be read: "),
-        (["--input", "numbers.pt"], "numbers.pt: holds no tensor"),
-        (["--input", "nothing.safetensors"], "nothing.safetensors: holds no tensor"),
+        (["--input", "good.npy", "empty.pt"], f"empty.pt: is empty; {FROM_TORCH}"),
+        (["--input", "empty.npy", "good.npy"], f"empty.npy: is empty; {FROM_NUMPY}"),
+        (["--input", "empty.safetensors"], f"empty.safetensors: is empty; {FROM_SAFE}"),
+        (
+            ["--input", "damaged.pt"],
+            f"damaged.pt: was not written by torch.save, or is damaged; {FROM_TORCH}",
+        ),
+        (
+            ["--input", "pickle.pt"],
+            f"pickle.pt: was not written by torch.save, or is damaged; {FROM_TORCH}",
+        ),
+        (["--input", "cut.pt"], f"cut.pt: can't be read: RuntimeError: .+; {FROM_TORCH}"),
+        (["--input", "damaged.npy"], f"damaged.npy: can't be read: .+; {FROM_NUMPY}"),
+        (
+            ["--input", "damaged.safetensors"],
+            f"damaged.safetensors: can't be read: .+; {FROM_SAFE}",
+        ),
+        (["--input", "numbers.pt"], f"numbers.pt: holds no tensor; {FROM_TORCH}"),
+        (["--input", "set.pt"], f"set.pt: holds no tensor; {FROM_TORCH}"),
+        (["--input", "nothing.safetensors"], f"nothing.safetensors: holds no tensor; {FROM_SAFE}"),
         (
             ["--input", "several.npy"],
-            "several.npy: can't be read: ValueError: the magic string is not correct",
+            f"several.npy: can't be read: ValueError: the magic string is not .+; {FROM_NUMPY}",
         ),
         (
             ["--input", "code.pt"],
-            "code.pt: can't be read: UnpicklingError: Weights only load failed",
+            rf"code.pt: holds a pathlib[.\w]+Path, and loading that could run code; {FROM_TORCH}",
         ),
-        (["--input", "objects.npy"], "objects.npy: can't be read: ValueError: Object arrays"),
-        (["--input", "sparse.pt"], "sparse.pt: holds a tensor that is not plain"),
+        (
+            ["--input", "module.pt"],
+            rf"module.pt: holds a torch[.\w]+Linear, and loading that could run code; {FROM_TORCH}",
+        ),
+        (["--input", "script.pt"], f"script.pt: can't be read: .+TorchScript .+; {FROM_TORCH}"),
+        (
+            ["--input", "objects.npy"],
+            f"objects.npy: can't be read: ValueError: Object arrays .+; {FROM_NUMPY}",
+        ),
+        (
+            ["--input", "sparse.pt"],
+            f"sparse.pt: holds a tensor of torch.sparse_coo, .+{FROM_TORCH}",
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -484,17 +640,27 @@ def test_wrong_input_is_refused(
     """Whatever is wrong with the input, it is said in one line, with exit status 2."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.pt").mkdir()
+    (tmp_path / "folder.safetensors").mkdir()
     (tmp_path / "words.txt").write_text("words")
     (tmp_path / "bad.toml").write_text("[shmcast]\nn_chunks = 0\n")
     save(tmp_path / "good.npy", np.ones(3))
     for ending in (".pt", ".npy", ".safetensors"):
         (tmp_path / f"empty{ending}").touch()
         (tmp_path / f"damaged{ending}").write_bytes(b"neither this nor that, " * 9)
+    (tmp_path / "pickle.pt").write_bytes(pickle.dumps({"w": [1.5]}))
+    whole = save(tmp_path / "whole.pt", {"w": torch.ones(3)}).read_bytes()
+    (tmp_path / "cut.pt").write_bytes(whole[:-99])
     save(tmp_path / "numbers.pt", {"a": [1, 2.5]})
+    save(tmp_path / "set.pt", {torch.ones(3)})
     save(tmp_path / "nothing.safetensors", {})
     with (tmp_path / "several.npy").open("wb") as file:
         np.savez(file, a=np.ones(3))
     save(tmp_path / "code.pt", {"w": torch.ones(3), "code": Path("x")})
+    save(tmp_path / "module.pt", torch.nn.Linear(2, 2))
+    with zipfile.ZipFile(tmp_path / "script.pt", "w") as archive:  # as torch.jit.save makes one
+        archive.writestr("script/constants.pkl", b"")
+        archive.writestr("script/data.pkl", b"")
+        archive.writestr("script/version", b"3")
     save(tmp_path / "objects.npy", np.array([{}, None]))
     save(tmp_path / "sparse.pt", [torch.ones(3), torch.eye(3).to_sparse()])
     result = shmcast("demo", *arguments)
@@ -504,15 +670,28 @@ def test_wrong_input_is_refused(
     assert SystemExit is result.exc_info[0]
 
 
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A .safetensors file without that package is refused with its name."""
-    path = save(tmp_path / "w.safetensors", {"w": torch.ones(3)})
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+@pytest.mark.parametrize(
+    ("name", "content", "module", "package"),
+    [
+        ("w.safetensors", {"w": torch.ones(3)}, "safetensors.torch", "safetensors"),
+        ("w.safetensors", {"w": torch.ones(3)}, "safetensors", "safetensors"),
+        ("a.npy", np.ones(3), "numpy", "numpy"),
+    ],
+)
+def test_a_missing_package_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    content: Any,
+    module: str,
+    package: str,
+) -> None:
+    """A file whose package is not installed is refused with the command that installs it."""
+    path = save(tmp_path / name, content)
+    monkeypatch.setitem(sys.modules, module, None)
     result = shmcast("demo", "--input", path)
-    assert (2, f"Error: {path}: reading it needs the package safetensors.torch\n") == (
-        result.exit_code,
-        result.output,
-    )
+    text = f"Error: {path}: reading it needs the package {package}: pip install {package}\n"
+    assert (2, text) == (result.exit_code, result.output)
 
 
 # --- The command itself -------------------------------------------------------------------------

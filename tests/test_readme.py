@@ -7,13 +7,14 @@ import shlex
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import attrs
 import pytest
 from conftest import PATIENCE_S
 
-from shmcast import QueueConfig
+from shmcast import QueueConfig, cli
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -24,6 +25,20 @@ def block(first_line: str) -> str:
     found = re.findall(rf"^```\w+\n({re.escape(first_line)}\n.*?)^```$", README, re.DOTALL | re.M)
     assert 1 == len(found)
     return str(found[0])
+
+
+def test_in_place(tmp_path: Path) -> None:
+    """The program with a tensor that is published in place runs without a word."""
+    program = tmp_path / "in_place.py"
+    program.write_text(block("# in_place.py"), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=2 * PATIENCE_S,
+        check=False,
+    )
+    assert (0, b"") == (done.returncode, done.stdout)
 
 
 def test_quick_start(tmp_path: Path) -> None:
@@ -81,6 +96,30 @@ def test_every_setting_is_listed() -> None:
     table = README.partition("| setting | default | meaning |")[2].partition("\n\n")[0]
     names = re.findall(r"`(\w+)`", "\n".join(row.split("|")[1] for row in table.splitlines()[2:]))
     assert sorted(field.name for field in attrs.fields(QueueConfig)) == sorted(names)
+
+
+def without_figures(text: str) -> list[str]:
+    """The words of its lines: tables of any width, and figures of any size, give the same."""
+    return [" ".join(re.findall(r"[^\W\d]+|%", line)) for line in text.splitlines()]
+
+
+def test_demo_sample(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sample of the demo's output has the words that the demo prints, line by line."""
+    monkeypatch.setenv("COLUMNS", "200")
+    # Two of each kind, of which the first is left out.
+    cli._show([cli._Sent(size, [0.001, 0.002]) for size in (1 << 20, 1 << 20, 100, 100)])
+    printed = capsys.readouterr().out
+    assert "bit for bit at 2 readers" in printed
+    (sample,) = re.findall(r"^```text\n(┏.*?)^```$", README, re.DOTALL | re.M)
+    assert without_figures(printed) == without_figures(sample)
+
+
+def test_extra_for_files() -> None:
+    """The extra that the README names has every package that the demo's files need."""
+    assert 'pip install -c constraints.txt ".[files]"' in README
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extra = project["optional-dependencies"]["files"]
+    assert ["numpy", "safetensors"] == sorted(re.split(r"\W", package)[0] for package in extra)
 
 
 def test_the_two_commands() -> None:

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, assert_type
 
+import torch
+
 import shmcast
 from shmcast import (
     DEFAULT_OOB_THRESHOLD_BYTES,
@@ -86,6 +88,11 @@ def write(config: QueueConfig) -> None:
         queue.enqueue({"step": 1})
         queue.enqueue(None, timeout=0.5)
         queue.enqueue([], None)
+        tensor = queue.empty((2, 3), torch.bfloat16)
+        assert_type(tensor, torch.Tensor)
+        assert_type(queue.empty([1 << 20], dtype=torch.uint8), torch.Tensor)
+        assert_type(queue.empty(shape=tensor.shape, dtype=tensor.dtype), torch.Tensor)
+        queue.enqueue({"step": 1, "prompt_embeds": tensor})
         stats = queue.stats()
         assert_type(stats.messages, int)
         assert_type(stats.bytes, int)
@@ -167,9 +174,14 @@ def misuse(queue: MessageQueue, reader: MessageReader, handle: Handle) -> None:
     QueueConfig().n_readers = 2  # type: ignore[misc]
     MessageQueue()  # type: ignore[call-arg]
     MessageQueue(handle)  # type: ignore[arg-type]
+    queue.empty((2, 3))  # type: ignore[call-arg]
+    queue.empty((2, 3), "uint8")  # type: ignore[arg-type]
+    queue.empty((2.5,), torch.uint8)  # type: ignore[arg-type]
+    queue.empty(2, torch.uint8)  # type: ignore[arg-type]
     # The two ends are two types: each can do only what is its own.
     queue.dequeue()  # type: ignore[attr-defined]
     reader.enqueue(1)  # type: ignore[attr-defined]
+    reader.empty((2, 3), torch.uint8)  # type: ignore[attr-defined]
     reader.export_handle()  # type: ignore[attr-defined]
     reader.rank = 1  # type: ignore[misc]
     shmcast.create_from_handle(handle, 0)  # type: ignore[attr-defined]

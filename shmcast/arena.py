@@ -1,0 +1,279 @@
+"""
+Which block of the arena a buffer gets, and when it is free again. Only the writer allocates.
+
+A block is free when every rank that was to read it has given it up, or is not waited for any more.
+Lower addresses first: these pages are reserved and warm, and fresh ones cost a fault each.
+"""
+
+from __future__ import annotations
+
+import bisect
+import mmap
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import attrs
+
+from shmcast._ring import Draft, RingWriter, address_of, new_bytearray
+from shmcast.errors import MessageTooLarge
+from shmcast.layout import Layout, round_up
+
+__all__ = ["LEAST_BLOCK_BYTES", "Arena", "Block"]
+
+#: A smaller buffer is copied out of its chunk sooner than it would be leased and given up.
+LEAST_BLOCK_BYTES: Final = 64 * 1024
+
+#: Who holds the block of a draft besides the readers.
+_WRITER: Final = -1
+
+_MOST_AHEAD_BYTES: Final = 64 * 1024**2  # is reserved more than is needed now
+
+
+@attrs.define(eq=False)
+class Block:
+    """
+    A range of whole pages in the data file.
+
+    Attributes:
+        offset: where it starts in the data file.
+        n_bytes: how long it is.
+        slot: its place in the table of given-up words.
+        use: the number of its message + 1; 0 before there is one.
+        holders: the ranks that have not given it up; `_WRITER` while there is a draft.
+        disowned: ranks that have not either, of attachments that nobody waits for any more, but
+            whose process may be alive.
+        draft: the memory of the writer's tensor that lies in it.
+    """
+
+    offset: int
+    n_bytes: int
+    slot: int
+    use: int = 0
+    holders: set[int] = attrs.field(factory=set)
+    disowned: set[int] = attrs.field(factory=set)
+    draft: weakref.ref[Draft] | None = None
+
+
+class Arena:
+    """
+    The blocks of one queue. One thread at a time, but for what `stats` reads.
+
+    A signal handler may raise at any line: then the next change finds out again what is free.
+
+    Args:
+        layout: where the arena lies.
+        ring: says what was given up.
+        reserve: makes sure that a range of the data file can be written; MessageTooLarge if not.
+    """
+
+    def __init__(
+        self, layout: Layout, ring: RingWriter, reserve: Callable[[int, int], None]
+    ) -> None:
+        self._layout = layout
+        self._ring = ring
+        self._reserve = reserve
+        self._reserved_until = layout.arena_offset
+        # Which blocks there are is said by these two alone, by offset; the rest follows from them.
+        self._in_use: dict[int, Block] = {}
+        self.pending: dict[int, Block] = {}  # of the message on its way
+        self._drafts: weakref.WeakValueDictionary[int, Draft] = weakref.WeakValueDictionary()
+        self._is_changing = True
+        # Sorted by offset, and never two that touch: (offset, length).
+        self._free: list[tuple[int, int]]
+        self._free_slots: list[int]
+        self._given_ups_seen = 0
+        self._mend()
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks in use."""
+        return list({**self._in_use, **self.pending}.values())
+
+    def allocate(self, n_bytes: int) -> Block | None:
+        """
+        A block of at least this many bytes, or None if there is none.
+
+        What was given up is free after `reclaim`; it is called here only where it has to be.
+        """
+        self._mend()
+        n_bytes = round_up(n_bytes, mmap.PAGESIZE)
+        index = self._first_fit(n_bytes)
+        if index is None:
+            self.reclaim()
+            index = self._first_fit(n_bytes)
+        if index is None:
+            return None
+        offset, free_bytes = self._free[index]
+        if not self._has_memory_until(offset + n_bytes):
+            return None
+        self._is_changing = True
+        rest = (offset + n_bytes, free_bytes - n_bytes)
+        self._free[index : index + 1] = [rest] if rest[1] else []
+        block = Block(offset, n_bytes, self._free_slots.pop())
+        self.pending[offset] = block
+        self._is_changing = False
+        return block
+
+    def _first_fit(self, n_bytes: int) -> int | None:
+        if not self._free_slots:
+            return None
+        return next((i for i, (_, free) in enumerate(self._free) if free >= n_bytes), None)
+
+    def allocate_buffer(self, n_bytes: int) -> Any:
+        """Memory for a tensor that is copied while it is pickled: a block's, if there is one."""
+        self.reclaim()
+        block = self.allocate(n_bytes) if n_bytes >= LEAST_BLOCK_BYTES else None
+        if block is None:
+            return new_bytearray(n_bytes)
+        return self._ring.block_view(block.offset, n_bytes)
+
+    def new_draft(self, n_bytes: int) -> Draft | None:
+        """A block as the memory of a tensor; None if there is none, or no room to map it."""
+        self.reclaim()
+        block = self.allocate(n_bytes)
+        if block is None:
+            return None
+        try:
+            draft = self._ring.draft(block.offset, n_bytes)
+        except OSError:
+            self._give_back(block)
+            return None
+        self._drafts[draft.address] = draft
+        block.draft = weakref.ref(draft)
+        block.holders = {_WRITER}
+        self._in_use[block.offset] = block
+        del self.pending[block.offset]
+        return draft
+
+    def block_of(self, buffer: memoryview) -> Block | None:
+        """
+        The block that a buffer of the message on its way lies in already, or None.
+
+        None too for a second buffer of the same block: each has a lease of its own.
+        """
+        offset = self._ring.offset_of(buffer)
+        if offset is not None:
+            return self.pending.get(offset)
+        draft = self._drafts.get(address_of(buffer))
+        if draft is None or draft.is_detached or draft.offset in self.pending:
+            return None
+        block = self.pending[draft.offset] = self._in_use[draft.offset]
+        return block
+
+    def assign(self, blocks: Iterable[Block], use: int, ranks: Iterable[int]) -> None:
+        """Say for which use blocks of the message on its way are, and who has to give them up."""
+        self._settle_left()
+        for block in blocks:
+            block.holders.update(ranks)
+            block.use = use
+
+    def settle(self) -> None:
+        """End the message on its way: free its blocks, but for those of a published use."""
+        for block in list(self.pending.values()):
+            self._settle(block)
+
+    def _settle_left(self) -> None:
+        """Settle what an interrupted message has left; the one on its way has no use yet."""
+        for block in list(self.pending.values()):
+            if block.use:
+                self._settle(block)
+
+    def _settle(self, block: Block) -> None:
+        if 0 < block.use <= self._ring.messages:
+            self._in_use[block.offset] = block
+            self.pending.pop(block.offset, None)
+        elif block.draft is None:
+            self._give_back(block)
+        else:
+            block.use = 0
+            self._in_use[block.offset] = block
+            block.holders.intersection_update({_WRITER} if block.draft() is not None else ())
+            self.pending.pop(block.offset, None)
+            self._free_if_unheld(block)
+
+    def strike(self, rank: int) -> None:
+        """Wait no longer for a rank, in the ring and for what it holds."""
+        self._ring.strike(rank)
+        self._settle_left()
+        for block in list(self._in_use.values()):
+            block.holders.discard(rank)
+            self._free_if_unheld(block)
+
+    def disown(self, rank: int) -> None:
+        """
+        Keep what a rank holds although it is struck next, since its process may be alive.
+
+        What it never gives up is lost: this happens only to programs that break the queue.
+        """
+        self._settle_left()
+        for block in list(self._in_use.values()):
+            if rank in block.holders:
+                block.disowned.add(rank)
+
+    def reclaim(self) -> None:
+        """Free what has been given up since the last time."""
+        given_ups = self._ring.given_ups
+        if given_ups == self._given_ups_seen:
+            return
+        self._settle_left()
+        for block in list(self._in_use.values()):
+            if block.draft is not None and block.draft() is None:
+                block.holders.discard(_WRITER)
+            for rank in (block.holders | block.disowned) - {_WRITER}:
+                # Anything else is of an earlier use, or damage.
+                if self._ring.given_up(block.slot, rank) == block.use:
+                    block.holders.discard(rank)
+                    block.disowned.discard(rank)
+            self._free_if_unheld(block)
+        self._given_ups_seen = given_ups
+
+    def _free_if_unheld(self, block: Block) -> None:
+        if not (block.holders or block.disowned) and block.offset not in self.pending:
+            self._give_back(block)
+
+    def _has_memory_until(self, end: int) -> bool:
+        """Whether everything below this offset can be written; reserves it if need be."""
+        start = self._reserved_until
+        if end <= start:
+            return True
+        # Some more each time, so that a thousand new blocks do not take as many system calls.
+        ahead_bytes = min((start - self._layout.arena_offset) // 8, _MOST_AHEAD_BYTES)
+        for until in (min(end + ahead_bytes, self._layout.data_bytes), end):
+            try:
+                self._reserve(start, until - start)
+            except MessageTooLarge:
+                continue
+            self._reserved_until = until
+            return True
+        return False
+
+    def _give_back(self, block: Block) -> None:
+        self._mend()
+        self._is_changing = True
+        self._in_use.pop(block.offset, None)
+        self.pending.pop(block.offset, None)
+        self._free_slots.append(block.slot)
+        offset, length = block.offset, block.n_bytes
+        index = bisect.bisect(self._free, (offset, 0))
+        if index < len(self._free) and self._free[index][0] == offset + length:
+            length += self._free.pop(index)[1]
+        if index and sum(self._free[index - 1]) == offset:
+            index -= 1
+            offset, before = self._free.pop(index)
+            length += before
+        self._free.insert(index, (offset, length))
+        self._is_changing = False
+
+    def _mend(self) -> None:
+        """Find out what is free, if a change was interrupted."""
+        if not self._is_changing:
+            return
+        blocks = sorted(self.blocks, key=lambda block: block.offset)
+        starts = [self._layout.arena_offset, *(block.offset + block.n_bytes for block in blocks)]
+        ends = [*(block.offset for block in blocks), self._layout.data_bytes]
+        gaps = zip(starts, ends, strict=True)
+        self._free = [(start, end - start) for start, end in gaps if end > start]
+        slots = set(range(self._layout.n_slots)) - {block.slot for block in blocks}
+        self._free_slots = sorted(slots, reverse=True)
+        self._is_changing = False
