@@ -1110,14 +1110,21 @@ class Interrupt(BaseException):
 def interrupt_after() -> Iterator[Callable[[Callable[[], object], float], bool]]:
     """Run a call with an alarm that raises; whether that ended it."""
 
+    armed: list[bool] = []
+
     def handler(*_: object) -> None:
-        raise Interrupt
+        if armed:  # another thread may have taken the signal, and let it come too late
+            raise Interrupt
 
     def run_it(call: Callable[[], object], delay_s: float) -> bool:
         try:
-            signal.setitimer(signal.ITIMER_REAL, delay_s)
-            call()
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            armed.append(True)
+            try:
+                signal.setitimer(signal.ITIMER_REAL, delay_s)
+                call()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            finally:
+                armed.clear()
         except Interrupt:
             return True
         return False
