@@ -551,5 +551,5 @@ def test_edges_of_a_block(receive: Literal["private", "copy"]) -> None:
                 queue.enqueue(new_message("0", "buffer", 2 * LEAST_BLOCK_BYTES))  # it looks
                 reader.dequeue(PATIENCE_S)
                 assert 1 == queue.stats().blocks_in_use
-                queue._arena._reclaim()
+                queue._arena.reclaim()
                 assert 0 == queue.stats().blocks_in_use

@@ -879,21 +879,6 @@ def test_expected_ranks() -> None:
         assert [0, 1, 2] == ring.writer.expected_ranks()
 
 
-def test_giving_up_wakes_the_writer() -> None:
-    """A lease that ends wakes a writer that sleeps, as the end of a message does."""
-    with ring_of(n_chunks=1, arena_bytes=8 * PAGE) as ring:
-        ring.lease()
-        ring.publish_in_blocks(b"s", b"a" * PAGE)
-        message = ring.readers[0].try_take()
-        assert ring.readers[0].release()
-        ring.publish_in_blocks(b"s")
-        waiting = run(ring.writer.wait_for_space, 0, SLEEP_NS)
-        wait_for_mark(ring.data, ring.layout.writer_sleeps_offset, waiting)
-        del message
-        waiting.join(PATIENCE_S)
-        assert not waiting.is_alive()
-
-
 def test_draft_is_shared_until_it_is_published() -> None:
     """What is written to a draft is the message; what is written afterwards is seen by nobody."""
     with ring_of(arena_bytes=8 * PAGE) as ring:
@@ -1474,3 +1459,27 @@ def test_copy_strided_of_a_wrong_size() -> None:
     ):
         with pytest.raises(ValueError, match=text):
             copy_strided(bytearray(size_bytes), array.ctypes.data, shape, strides, 1)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "slots"),
+    [((0, 0), (0, 0)), ((0, PAGE), (1, 1)), ((0, PAGE + 64), (0, 1))],
+    ids=["twice", "one slot", "not a page"],
+)
+@pytest.mark.parametrize("is_leased", [True, False])
+def test_damaged_places(offsets: tuple[int, int], slots: tuple[int, int], is_leased: bool) -> None:
+    """Buffers that share a slot, or lie at no page, are damage: one's end would be the other's."""
+    with ring_of(arena_bytes=8 * PAGE) as ring:
+        if is_leased:
+            ring.lease()
+        ring.segment.reserve_arena(ring.layout.arena_offset, ring.layout.arena_bytes)
+        ring.reserve(1024)
+        places = [
+            (ring.layout.arena_offset + offset, slot)
+            for offset, slot in zip(offsets, slots, strict=True)
+        ]
+        buffers = [memoryview(b"a" * PAGE), memoryview(b"b" * PAGE)]
+        descriptor = ring.segment.data_descriptor
+        ring.writer.publish([b"s"], buffers, places, None, [], descriptor)
+        with pytest.raises(ProtocolError, match="damaged"):
+            ring.readers[0].try_take()
