@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import mmap
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pickle import PickleBuffer
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import numpy as np
@@ -32,7 +33,9 @@ from shmcast import (
     ShmcastError,
 )
 from shmcast._ring import image_bytes
+from shmcast.arena import LEAST_BLOCK_BYTES
 from shmcast.pickler import Pickler
+from shmcast.queue import QueueStats
 
 DTYPES = [
     torch.uint8,
@@ -45,7 +48,8 @@ DTYPES = [
     torch.float8_e4m3fn,
 ]
 ARRAY_DTYPES = ["u1", "f4", "i8", "c16", "?"]
-KINDS = ["bytes", "bytearray", "buffer", "text", "tensor", "array", "strided", "nested"]
+KINDS = ["bytes", "bytearray", "buffer", "text", "tensor", "array", "strided", "nested", "empty"]
+PAGE = mmap.PAGESIZE
 
 
 @attrs.frozen
@@ -57,7 +61,10 @@ class Plan:
     n_chunks: int
     chunk_bytes: int
     oob_threshold_bytes: int
+    arena_bytes: int
+    receive: Literal["private", "copy"]
     spin_us: int
+    keeps: float  # how many of the messages a reader keeps, for how long
     stalls: float  # how often an end stalls before a call
     patient: bool  # whether the ends wait for ever, or try again and again
     messages: tuple[tuple[str, int], ...]  # kind and size in bytes
@@ -69,8 +76,19 @@ class Plan:
             n_chunks=self.n_chunks,
             chunk_bytes=self.chunk_bytes,
             oob_threshold_bytes=self.oob_threshold_bytes,
+            arena_bytes=self.arena_bytes,
+            receive=self.receive,
             spin_us=self.spin_us,
         )
+
+    def new_message(self, index: int, queue: MessageQueue) -> Any:
+        """The message with this number as the writer has it, maybe in the memory of the queue."""
+        message = self.expected(index)
+        if self.messages[index][0] != "empty":
+            return message
+        tensor = queue.empty(message.shape, message.dtype)
+        tensor.view(torch.uint8).copy_(message.view(torch.uint8))
+        return tensor
 
     def expected(self, index: int) -> Any:
         """The message with this number, made anew."""
@@ -112,7 +130,7 @@ def new_message(seed: str, kind: str, size: int) -> Any:
         return PickleBuffer(bytearray(choice.randbytes(size)))
     if kind == "text":
         return choice.randbytes(size).decode("latin-1")
-    if kind == "tensor":
+    if kind in ("tensor", "empty"):
         return new_tensor(choice, size, choice.choice(DTYPES))
     if kind == "array":
         return new_array(choice, size)
@@ -164,11 +182,11 @@ def overwrite(message: Any) -> None:
 # --- the two ends ---------------------------------------------------------------------------------
 
 
-def write(plan: Plan, queue: MessageQueue) -> None:
+def write(plan: Plan, queue: MessageQueue) -> QueueStats:
     """Enqueue every message of the plan, overwrite it at once, and close when all are attached."""
     stalls = plan.stalls_of("writer")
     for index in range(len(plan.messages)):
-        message = plan.expected(index)
+        message = plan.new_message(index, queue)
         next(stalls)
         if plan.patient:
             queue.enqueue(message, timeout=PATIENCE_S)
@@ -181,7 +199,9 @@ def write(plan: Plan, queue: MessageQueue) -> None:
                     break
         overwrite(message)
     queue.wait_until_ready(PATIENCE_S)
+    stats = queue.stats()
     queue.close()
+    return stats
 
 
 def dequeue(plan: Plan, reader: MessageReader) -> Any:
@@ -200,51 +220,64 @@ def read(plan: Plan, handle: Handle, rank: int) -> list[str]:
     """
     Attach and read until the writer closes; what differs from the plan.
 
-    A reader of an even rank keeps everything and looks at it again after its close; one of an odd
-    rank overwrites all that it gets.
+    It overwrites some of what it gets, keeps some for a while, and some till after its close; and
+    looks at everything again when it lets go of it.
     """
     stalls = plan.stalls_of(f"rank {rank}")
-    kept: list[Any] = []
+    choice = random.Random(f"{plan.seed} keeps of rank {rank}")
+    prints: list[Any] = []
+    kept: list[tuple[int, Any, Any]] = []  # number, message, what it is to be in the end
+    faults: list[str] = []
+
+    def let_go(number: int, message: Any, expected: Any) -> None:
+        if print_of(message) != expected:
+            faults.append(f"rank {rank}: message {number} changed while it was kept")
+
     next(stalls)
-    with MessageReader(handle, rank) as reader:
-        prints = []
-        with contextlib.suppress(QueueClosed):
-            while True:
-                next(stalls)
-                message = dequeue(plan, reader)
-                prints.append(print_of(message))
-                kept.append(message)
-                if rank % 2:
-                    overwrite(message)
-    expected = [print_of(plan.expected(index)) for index in range(len(plan.messages))]
-    faults = [f"{len(prints)} messages of {len(expected)}"] if len(prints) != len(expected) else []
-    looks = [("received", prints)]
-    if rank % 2 == 0:
-        looks.append(("kept", [print_of(message) for message in kept]))
-    for what, got in looks:
-        for index, (one, other) in enumerate(zip(expected, got, strict=False)):
-            if one != other:
-                came_at = got.index(one) if one in got else None
-                faults.append(f"rank {rank} {what}: message {index} is another; it came {came_at}")
+    with MessageReader(handle, rank) as reader, contextlib.suppress(QueueClosed):
+        while True:
+            next(stalls)
+            message = dequeue(plan, reader)
+            prints.append(print_of(message))
+            if choice.random() < plan.keeps:
+                kept.append((len(prints) - 1, message, prints[-1]))
+            if choice.random() < 0.5:
+                overwrite(message)
+                if kept and kept[-1][1] is message:
+                    kept[-1] = (len(prints) - 1, message, print_of(message))
+            if kept and choice.random() < 1 - plan.keeps:
+                let_go(*kept.pop(choice.randrange(len(kept))))
+            del message
+    while kept:
+        let_go(*kept.pop(choice.randrange(len(kept))))
+    if len(prints) != len(plan.messages):
+        faults.append(f"{len(prints)} messages of {len(plan.messages)}")
+    for index, got in enumerate(prints[: len(plan.messages)]):
+        expected = print_of(plan.expected(index))
+        if got != expected:
+            came_at = prints.index(expected) if expected in prints else None
+            faults.append(f"rank {rank}: message {index} is another; it came {came_at}")
     return faults
 
 
 StartReaders = Callable[[Plan, Handle], list[Callable[[], list[str]]]]
 
 
-def run(plan: Plan, start_readers: StartReaders) -> None:
+def run(plan: Plan, start_readers: StartReaders) -> QueueStats | None:
     """Hold the contract once; each started reader is given as what waits for its faults."""
+    stats = None
     with MessageQueue(plan.config) as queue:
         readers = start_readers(plan, queue.export_handle())
         error = None
         try:
             if plan.seed % 2:
                 queue.wait_until_ready(PATIENCE_S)
-            write(plan, queue)
+            stats = write(plan, queue)
         except (ShmcastError, AssertionError) as raised:
             error = raised
             queue.close()
         assert (None, [[]] * plan.n_readers) == (error, [reader() for reader in readers])
+    return stats
 
 
 def start_threads(plan: Plan, handle: Handle) -> list[Callable[[], list[str]]]:
@@ -312,9 +345,15 @@ def start_processes() -> Iterator[StartReaders]:
 
 
 def sizes_at_the_edges(chunk_bytes: int, threshold_bytes: int) -> st.SearchStrategy[int]:
-    """0, 1, around the threshold and the chunk, several chunks, and anything between."""
+    """0, 1, around threshold, chunk and least block, several chunks, and anything between."""
     edges = [0, 1, 63, 64, 65]
-    for edge in (threshold_bytes, chunk_bytes, chunk_bytes - 128, 2 * chunk_bytes):
+    for edge in (
+        threshold_bytes,
+        LEAST_BLOCK_BYTES,
+        chunk_bytes,
+        chunk_bytes - 128,
+        2 * chunk_bytes,
+    ):
         edges += [edge - 1, edge, edge + 1]
     edges += [3 * chunk_bytes + 1, 7 * chunk_bytes]
     allowed = sorted({edge for edge in edges if 0 <= edge <= 300_000})
@@ -325,7 +364,7 @@ def sizes_at_the_edges(chunk_bytes: int, threshold_bytes: int) -> st.SearchStrat
 def plans(draw: st.DrawFn, most_messages: int) -> Plan:
     """A plan of any kind."""
     chunk_bytes = draw(st.sampled_from([1024, 1025, 4096, 16384, 40000]))
-    threshold_bytes = draw(st.sampled_from([0, 1, 100, 1024, 5000, 1 << 20]))
+    threshold_bytes = draw(st.sampled_from([0, 1, 100, 1024, 5000, LEAST_BLOCK_BYTES, 1 << 20]))
     sizes = sizes_at_the_edges(chunk_bytes, threshold_bytes)
     return Plan(
         seed=draw(st.integers(0, 2**32 - 1)),
@@ -333,7 +372,10 @@ def plans(draw: st.DrawFn, most_messages: int) -> Plan:
         n_chunks=draw(st.sampled_from([1, 2, 3, 17])),
         chunk_bytes=chunk_bytes,
         oob_threshold_bytes=threshold_bytes,
+        arena_bytes=draw(st.sampled_from([0, 1, 3 * PAGE, 40 * PAGE, 64 << 20])),
+        receive=draw(st.sampled_from(["private", "copy"])),
         spin_us=draw(st.sampled_from([0, 30])),
+        keeps=draw(st.sampled_from([0.0, 0.3, 0.8, 1.0])),
         stalls=draw(st.sampled_from([0.0, 0.1, 0.5])),
         patient=draw(st.booleans()),
         messages=tuple(
@@ -366,12 +408,42 @@ def test_contract_wraps_for_long(start_processes: StartReaders) -> None:
         n_chunks=3,
         chunk_bytes=1024,
         oob_threshold_bytes=900,
+        arena_bytes=100 * PAGE,
+        receive="private",
         spin_us=30,
+        keeps=0.1,
         stalls=0.01,
         patient=True,
-        messages=tuple((choice.choice(KINDS[:-1]), choice.choice(sizes)) for _ in range(2000)),
+        messages=tuple((choice.choice(KINDS[:7]), choice.choice(sizes)) for _ in range(2000)),
     )
     run(plan, start_processes)
+
+
+@pytest.mark.parametrize("receive", ["private", "copy"])
+def test_contract_under_pressure(
+    start_processes: StartReaders, receive: Literal["private", "copy"]
+) -> None:
+    """An arena that is full now and then keeps the contract: some messages go by memory files."""
+    choice = random.Random(8)
+    # The last one never fits.
+    edges = [LEAST_BLOCK_BYTES + more for more in (-1, 0, 1, PAGE, 3 * PAGE + 5, 50 * PAGE)]
+    plan = Plan(
+        seed=9,
+        n_readers=2,
+        n_chunks=4,
+        chunk_bytes=1024,
+        oob_threshold_bytes=1000,
+        arena_bytes=60 * PAGE,
+        receive=receive,
+        spin_us=30,
+        keeps=0.5,
+        stalls=0.01,
+        patient=True,
+        messages=tuple((choice.choice(KINDS), choice.choice(edges)) for _ in range(300)),
+    )
+    stats = run(plan, start_processes)
+    assert stats is not None
+    assert 10 < stats.fallbacks < 290
 
 
 # --- every edge, one by one -----------------------------------------------------------------------
@@ -390,10 +462,10 @@ def sized(kind: str, image_size_bytes: int, threshold_bytes: int) -> int:
     raise AssertionError(f"no {kind} has an image of {image_size_bytes} bytes")
 
 
-@pytest.mark.parametrize("spin_us", [0, 30])
-@pytest.mark.parametrize("n_chunks", [1, 2, 3])
+@pytest.mark.parametrize("arena_bytes", [0, 1 << 20])
+@pytest.mark.parametrize(("n_chunks", "spin_us"), [(1, 30), (2, 0), (3, 30)])
 @pytest.mark.parametrize("chunk_bytes", [1024, 1500, 4096, 20000])
-def test_edges_of_a_chunk(chunk_bytes: int, n_chunks: int, spin_us: int) -> None:
+def test_edges_of_a_chunk(chunk_bytes: int, n_chunks: int, spin_us: int, arena_bytes: int) -> None:
     """Images of just less, just more and just as much as a chunk arrive by the right path."""
     for kind, threshold_bytes in (("bytes", 1 << 20), ("buffer", 1 << 20), ("buffer", 500)):
         edges = (chunk_bytes - 1, chunk_bytes, chunk_bytes + 1)
@@ -404,22 +476,28 @@ def test_edges_of_a_chunk(chunk_bytes: int, n_chunks: int, spin_us: int) -> None
             n_chunks=n_chunks,
             chunk_bytes=chunk_bytes,
             oob_threshold_bytes=threshold_bytes,
+            arena_bytes=arena_bytes,
+            receive="private",
             spin_us=spin_us,
+            keeps=1.0,
             stalls=0.0,
             patient=True,
             messages=tuple((kind, size) for size in (*sizes, *reversed(sizes), 0)),
         )
         run(plan, start_threads)
         with MessageQueue(plan.config) as queue, MessageReader(queue.export_handle(), 0) as reader:
-            for index, expected_fallbacks in enumerate((0, 0, 1)):
+            for index, is_large in enumerate((False, False, True)):
                 queue.enqueue(plan.expected(index))
                 assert print_of(plan.expected(index)) == print_of(reader.dequeue(PATIENCE_S))
-                assert expected_fallbacks == queue.stats().fallbacks
+                stats = queue.stats()
+                expected = (is_large, 0) if arena_bytes else (0, is_large)
+                assert expected == (stats.blocks_in_use, stats.fallbacks)
 
 
+@pytest.mark.parametrize("arena_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("chunk_bytes", [1024, 1 << 20])
-@pytest.mark.parametrize("threshold_bytes", [0, 1, 64, 1000, 70000])
-def test_edges_of_the_threshold(threshold_bytes: int, chunk_bytes: int) -> None:
+@pytest.mark.parametrize("threshold_bytes", [0, 1, 64, 1000, LEAST_BLOCK_BYTES, 70000])
+def test_edges_of_the_threshold(threshold_bytes: int, chunk_bytes: int, arena_bytes: int) -> None:
     """Buffers of one byte less and more than the threshold, and of just it, arrive bit for bit."""
     edge = max(threshold_bytes, 1)
     sizes = (0, edge - 1, edge, edge + 1, edge - 1, 0, edge)
@@ -429,7 +507,10 @@ def test_edges_of_the_threshold(threshold_bytes: int, chunk_bytes: int) -> None:
         n_chunks=2,
         chunk_bytes=chunk_bytes,
         oob_threshold_bytes=threshold_bytes,
+        arena_bytes=arena_bytes,
+        receive="private",
         spin_us=0,
+        keeps=0.5,
         stalls=0.0,
         patient=True,
         messages=tuple((kind, size) for size in sizes for kind in KINDS),
@@ -439,3 +520,36 @@ def test_edges_of_the_threshold(threshold_bytes: int, chunk_bytes: int) -> None:
         len(Pickler(threshold_bytes).dumps(new_message("0", "buffer", size))[1]) for size in sizes
     ]
     assert [0, 0, 1, 1, 0, 0, 1] == buffers
+
+
+@pytest.mark.parametrize("receive", ["private", "copy"])
+def test_edges_of_a_block(receive: Literal["private", "copy"]) -> None:
+    """A buffer gets a block from LEAST_BLOCK_BYTES on, of as many whole pages as it needs."""
+    config = QueueConfig(
+        n_chunks=2, chunk_bytes="1 MiB", oob_threshold_bytes=0, arena_bytes="1 MiB", receive=receive
+    )
+    least_pages = LEAST_BLOCK_BYTES // PAGE
+    with MessageQueue(config) as queue, MessageReader(queue.export_handle(), 0) as reader:
+        for kind in ("buffer", "tensor", "array", "strided"):
+            for more_bytes, n_pages in (
+                (-16, 0),
+                (0, least_pages),
+                (16, least_pages + 1),
+                (PAGE, least_pages + 1),
+                (PAGE + 16, least_pages + 2),
+            ):
+                message = new_message("0", kind, LEAST_BLOCK_BYTES + more_bytes)
+                queue.enqueue(message)
+                stats = queue.stats()
+                expected = (1 if n_pages else 0, n_pages * PAGE, 0)
+                assert expected == (
+                    stats.blocks_in_use,
+                    stats.arena_bytes_in_use,
+                    stats.fallbacks,
+                )
+                assert print_of(message) == print_of(reader.dequeue(PATIENCE_S))
+                queue.enqueue(new_message("0", "buffer", 2 * LEAST_BLOCK_BYTES))  # it looks
+                reader.dequeue(PATIENCE_S)
+                assert 1 == queue.stats().blocks_in_use
+                queue._arena.reclaim()
+                assert 0 == queue.stats().blocks_in_use

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import fcntl
@@ -17,6 +18,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from pickle import PickleBuffer
 from typing import Any
 
 import pytest
@@ -45,10 +47,25 @@ NOTICED_S = 20 * 0.050
 LOOK_PAUSE_S = 0.010
 
 
+#: Where a message goes that fits no chunk, and how it comes.
+PATHS: dict[str, dict[str, Any]] = {
+    "files": {"arena_bytes": 0},
+    "leases": {"arena_bytes": "1 MiB"},
+    "copies": {"arena_bytes": "1 MiB", "receive": "copy"},
+}
+on_each_path = pytest.mark.parametrize("path", PATHS)
+
+
 def payload(number: int, size_bytes: int) -> bytes:
     """The content of a message, which tells whether it is whole."""
     word = struct.pack("=Q", number)
     return (word * (size_bytes // 8 + 1))[:size_bytes]
+
+
+def message_of(number: int, size_bytes: int) -> Any:
+    """The message with this content; a large one has it out of band."""
+    content = payload(number, size_bytes)
+    return PickleBuffer(bytearray(content)) if size_bytes > 50_000 else content
 
 
 # --- what other processes do ----------------------------------------------------------------------
@@ -60,6 +77,16 @@ def attach_and_pause(pipe: Connection, handle: Handle, rank: int) -> None:
     reader.wait_until_ready(PATIENCE_S)
     pipe.send("ready")
     signal.pause()
+
+
+def attach_and_keep(pipe: Connection, handle: Handle, rank: int) -> None:
+    """Attach, and keep every message, with a change in it."""
+    kept = []
+    with MessageQueue.create_from_handle(handle, rank) as reader:
+        for message in reader:
+            message[:4] = b"mine"
+            kept.append(message)
+            pipe.send(len(kept))
 
 
 def attach_and_report(pipe: Connection, handle: Handle, rank: int) -> None:
@@ -138,14 +165,16 @@ def close_and_pause(pipe: Connection, handle: Handle, rank: int) -> None:
     signal.pause()
 
 
-def write(pipe: Connection, sizes: list[int], n_readers: int, leaves: str) -> None:
+def write(pipe: Connection, sizes: list[int], leaves: str, path: str) -> None:
     """Be a writer that publishes messages of these sizes, and then wait to be killed."""
-    config = QueueConfig(n_readers=n_readers, n_chunks=16, chunk_bytes=16384, spin_us=0)
+    config = QueueConfig(
+        n_chunks=16, chunk_bytes=16384, oob_threshold_bytes=0, spin_us=0, **PATHS[path]
+    )
     queue = MessageQueue(config)
     pipe.send(queue.export_handle())
     queue.wait_until_ready(PATIENCE_S)
     for number, size_bytes in enumerate(sizes):
-        queue.enqueue(payload(number, size_bytes))
+        queue.enqueue(message_of(number, size_bytes))
     pipe.send(fork_behind_python() if leaves else 0)
     signal.pause()
 
@@ -461,6 +490,60 @@ def test_left_before_it_died(start_child: StartChild, bystander: Any) -> None:
     assert 0 == queue.stats().losses
 
 
+@pytest.mark.parametrize("on_reader_loss", ["raise", "evict"])
+def test_reader_dies_with_leases(
+    start_child: StartChild, bystander: Any, on_reader_loss: Any
+) -> None:
+    """The blocks that a dead reader held are free again, and what others hold of them stays."""
+    queue, reader = bystander(
+        n_chunks=16, oob_threshold_bytes=0, arena_bytes="1 MiB", on_reader_loss=on_reader_loss
+    )
+    child = attach(start_child, queue, attach_and_keep, 0)
+    contents = [payload(number, 100_000) for number in range(4)]
+    for number, content in enumerate(contents):
+        queue.enqueue(PickleBuffer(bytearray(content)))
+        assert number + 1 == child.receive()
+    kept = reader.dequeue(PATIENCE_S)
+    for content in contents[1:]:
+        assert content == reader.dequeue(PATIENCE_S)
+    queue.enqueue(PickleBuffer(bytearray(contents[0])))  # which looks at what was given up
+    assert 5 == child.receive()
+    assert (5, 2) == queue.stats().blocks_held
+    child.kill()
+    pause_for_the_next_look()
+    if on_reader_loss == "raise":
+        with pytest.raises(ReaderLost):
+            queue.enqueue(PickleBuffer(bytearray(100_000)))
+    else:
+        queue.enqueue("evicts")
+    assert (0, 2) == queue.stats().blocks_held
+    assert contents[0] == everything(reader)[0]
+    for number in range(30):  # more than the arena can hold at once
+        content = payload(number, 100_000)
+        queue.enqueue(PickleBuffer(bytearray(content)), PATIENCE_S)
+        assert content == reader.dequeue(PATIENCE_S)
+    assert contents[0] == kept
+    assert (2, 0) == (queue.stats().blocks_in_use, queue.stats().fallbacks)
+    second = attach(start_child, queue, attach_and_keep, 0)
+    queue.enqueue(PickleBuffer(bytearray(content)), PATIENCE_S)
+    assert 1 == second.receive()
+
+
+def test_reader_dies_with_unread_blocks(start_child: StartChild, bystander: Any) -> None:
+    """Blocks that nobody has taken are free again when the last reader who was to do so is dead."""
+    queue, reader = bystander(oob_threshold_bytes=0, arena_bytes="1 MiB")
+    child = attach(start_child, queue, attach_and_pause, 0)
+    queue.enqueue(PickleBuffer(bytearray(payload(1, 100_000))))
+    assert payload(1, 100_000) == reader.dequeue(PATIENCE_S)
+    assert (1, 1) == queue.stats().blocks_held
+    child.kill()
+    with pytest.raises(QueueNotReady):
+        queue.wait_until_ready(0)
+    queue.enqueue(PickleBuffer(bytearray(payload(2, 100_000))))
+    assert (1, (0, 1)) == (queue.stats().blocks_in_use, queue.stats().blocks_held)
+    assert payload(2, 100_000) == reader.dequeue(PATIENCE_S)
+
+
 # --- a lock is lost -------------------------------------------------------------------------------
 
 
@@ -506,12 +589,15 @@ def report_locks(pipe: Connection, pid: int, descriptor: int) -> None:
 # --- the writer dies ------------------------------------------------------------------------------
 
 
+@on_each_path
 @pytest.mark.parametrize("leaves_a_child", [False, True])
-def test_writer_dies(start_child: StartChild, leaves_a_child: bool, record_property: Any) -> None:
+def test_writer_dies(
+    start_child: StartChild, leaves_a_child: bool, path: str, record_property: Any
+) -> None:
     """A reader gets all that a killed writer had published, of every size, then WriterLost."""
-    sizes = [10, 0, 5000, 40_000, 16_384, 300_000, 7, 20_000]
+    sizes = [10, 0, 5000, 40_000, 16_384, 300_000, 7, 20_000, 70_000]
     leaves = "child" if leaves_a_child else ""
-    child = start_child(write, sizes, 1, leaves, method="forkserver")
+    child = start_child(write, sizes, leaves, path, method="forkserver")
     with MessageQueue.create_from_handle(child.receive(), 0) as reader:
         reader.wait_until_ready(PATIENCE_S)
         with killed_at_the_end(child.receive()):
@@ -528,9 +614,35 @@ def test_writer_dies(start_child: StartChild, leaves_a_child: bool, record_prope
                 reader.dequeue(PATIENCE_S)
 
 
+@on_each_path
+def test_received_before_the_writer_died(start_child: StartChild, path: str) -> None:
+    """What a reader had received of a writer that was killed stays whole, writable and its own."""
+    sizes = [100_000, 70_000, 100_000]
+    child = start_child(write, sizes, "", path, method="forkserver")
+    with MessageQueue.create_from_handle(child.receive(), 0) as reader:
+        reader.wait_until_ready(PATIENCE_S)
+        assert 0 == child.receive()
+        received = [reader.dequeue(PATIENCE_S) for _ in range(2)]
+        received[1][:4] = b"mine"
+        child.kill()
+        received.append(reader.dequeue(PATIENCE_S))
+        with pytest.raises(WriterLost):
+            reader.dequeue(PATIENCE_S)
+        for is_closed in (False, True):
+            for number, message in enumerate(received):
+                expected = bytearray(payload(number, sizes[number]))
+                if number == 1 or is_closed:
+                    expected[:4] = b"mine"
+                assert expected == message
+                message[:4] = b"mine"
+            reader.close()
+    del received, message
+    gc.collect()
+
+
 def test_writer_dies_while_a_reader_waits(start_child: StartChild, record_property: Any) -> None:
     """A reader that sleeps in dequeue notices the writer's death, also with a child left behind."""
-    child = start_child(write, [1], 1, "child", method="forkserver")
+    child = start_child(write, [1], "child", "leases", method="forkserver")
     with MessageQueue.create_from_handle(child.receive(), 0) as reader:
         assert payload(0, 1) == reader.dequeue(PATIENCE_S)
         with killed_at_the_end(child.receive()):
@@ -585,21 +697,23 @@ def test_writer_dies_while_a_reader_waits_for_its_answer(start_child: StartChild
         killer.join()
 
 
-@pytest.mark.parametrize("size_bytes", [10, 40_000])
+@on_each_path
+@pytest.mark.parametrize("size_bytes", [10, 40_000, 100_000])
 def test_last_message_of_a_dying_writer(
-    make_queue: MakeQueue, monkeypatch: pytest.MonkeyPatch, size_bytes: int
+    make_queue: MakeQueue, monkeypatch: pytest.MonkeyPatch, size_bytes: int, path: str
 ) -> None:
     """What a dying writer published after the reader's last look at the ring is not lost."""
-    queue, (reader,) = make_queue(n_chunks=4, chunk_bytes=16384, spin_us=0)
-    message = payload(1, size_bytes)
+    queue, (reader,) = make_queue(
+        n_chunks=4, chunk_bytes=16384, oob_threshold_bytes=0, spin_us=0, **PATHS[path]
+    )
 
     def publish_and_die(_: object) -> bool:
         if not queue.stats().messages:
-            queue.enqueue(message)
+            queue.enqueue(message_of(1, size_bytes))
         return True
 
     monkeypatch.setattr(control_module.ReaderControl, "is_writer_dead", publish_and_die)
-    assert message == reader.dequeue(PATIENCE_S)
+    assert payload(1, size_bytes) == reader.dequeue(PATIENCE_S)
     with pytest.raises(WriterLost):
         reader.dequeue(PATIENCE_S)
 
@@ -613,9 +727,10 @@ def test_attaching_to_a_dead_writer(start_child: StartChild) -> None:
         MessageQueue.create_from_handle(handle, 0)
 
 
-def test_admitted_by_a_writer_that_is_dead_by_now(start_child: StartChild) -> None:
+@on_each_path
+def test_admitted_by_a_writer_that_is_dead_by_now(start_child: StartChild, path: str) -> None:
     """What was published for a reader is read, though it looks at its admission after the death."""
-    child = start_child(write, [10, 40_000], 1, "", method="forkserver")
+    child = start_child(write, [10, 40_000, 100_000], "", path, method="forkserver")
     with MessageQueue.create_from_handle(child.receive(), 0) as reader:
         while not reader._control._holds_byte:  # it has confirmed, and looks no further
             reader._step()
@@ -623,6 +738,7 @@ def test_admitted_by_a_writer_that_is_dead_by_now(start_child: StartChild) -> No
         child.kill()
         assert payload(0, 10) == reader.dequeue(PATIENCE_S)
         assert payload(1, 40_000) == reader.dequeue(PATIENCE_S)
+        assert payload(2, 100_000) == reader.dequeue(PATIENCE_S)
         with pytest.raises(WriterLost):
             reader.dequeue(PATIENCE_S)
 
@@ -653,8 +769,9 @@ def write_and_close(pipe: Connection) -> None:
 
 # --- killed at random moments ---------------------------------------------------------------------
 
-N_KILLS = 120
+N_KILLS = 60
 SIZES = [0, 8, 200, 3000, 20_000, 70_000]  # the last one does not fit a chunk of 64 KiB
+N_KEPT = 3  # messages that a victim holds
 
 
 def check_everything(pipe: Connection, handle: Handle, rank: int) -> None:
@@ -662,10 +779,12 @@ def check_everything(pipe: Connection, handle: Handle, rank: int) -> None:
     with MessageQueue.create_from_handle(handle, rank) as reader:
         number = 0
         for message in reader:
-            if message != (number, payload(number, SIZES[number % len(SIZES)])):
+            came, content = message
+            if (came, content) != (number, payload(number, SIZES[number % len(SIZES)])):
                 pipe.send(f"message {number} came as {str(message)[:50]}")
                 return
             number += 1
+            del message, content
     pipe.send(number)
 
 
@@ -676,9 +795,15 @@ def start_victim(handle: Handle) -> tuple[int, int]:
     if pid == 0:
         try:
             os.close(here)
+            kept: collections.deque[Any] = collections.deque()
             with MessageQueue.create_from_handle(handle, 0) as reader:
                 for number, content in reader:
                     is_whole = payload(number, SIZES[number % len(SIZES)]) == content
+                    kept.append((number, content))
+                    if len(kept) > N_KEPT:
+                        old, kept_content = kept.popleft()
+                        is_whole &= payload(old, SIZES[old % len(SIZES)]) == kept_content
+                        del kept_content
                     os.write(there, struct.pack("=q", number if is_whole else -1))
         finally:
             os._exit(1)
@@ -700,8 +825,9 @@ def read_numbers(pipe: int) -> list[int]:
     return [number for (number,) in struct.iter_unpack("=q", data[: len(data) // 8 * 8])]
 
 
+@on_each_path
 def test_killed_at_random_moments(
-    start_child: StartChild, caplog: pytest.LogCaptureFixture, record_property: Any
+    start_child: StartChild, caplog: pytest.LogCaptureFixture, record_property: Any, path: str
 ) -> None:
     """Each attachment of a reader that is killed and restarted gets an unbroken run of messages."""
     seed = random.SystemRandom().getrandbits(32)
@@ -710,7 +836,13 @@ def test_killed_at_random_moments(
     rng = random.Random(seed)
     caplog.set_level(logging.ERROR, "shmcast")
     config = QueueConfig(
-        n_readers=2, n_chunks=4, chunk_bytes="64 KiB", on_reader_loss="evict", spin_us=0
+        n_readers=2,
+        n_chunks=4,
+        chunk_bytes="64 KiB",
+        oob_threshold_bytes=1000,
+        on_reader_loss="evict",
+        spin_us=0,
+        **PATHS[path],
     )
     with MessageQueue(config) as queue:
         handle = queue.export_handle()
@@ -723,7 +855,7 @@ def test_killed_at_random_moments(
 
         def publish(timeout: float) -> None:
             nonlocal published
-            content = payload(published, SIZES[published % len(SIZES)])
+            content = message_of(published, SIZES[published % len(SIZES)])
             with contextlib.suppress(QueueFull):
                 queue.enqueue((published, content), timeout)
                 published += 1
@@ -751,6 +883,11 @@ def test_killed_at_random_moments(
         queue.wait_until_ready(PATIENCE_S)
         for _ in range(2 * len(SIZES)):
             publish(PATIENCE_S)
+        # None is lost: what is left is held by the victim, or by the ring.
+        give_up_at = time.monotonic() + PATIENCE_S
+        while queue.stats().blocks_in_use > N_KEPT + config.n_chunks + 1:
+            assert time.monotonic() < give_up_at, queue.stats()
+            publish(PATIENCE_S)
         assert n_threads == threading.active_count()
         assert n_descriptors >= n_open_files()
         losses = queue.stats().losses
@@ -766,12 +903,13 @@ def test_killed_at_random_moments(
     assert n_attached >= N_KILLS // 4
 
 
-def test_nothing_of_the_dead_stays(start_child: StartChild) -> None:
+@on_each_path
+def test_nothing_of_the_dead_stays(start_child: StartChild, path: str) -> None:
     """When both ends were killed, no process has a memory file of the queue."""
-    child = start_child(write, [100, 40_000], 1, "", method="forkserver")
+    child = start_child(write, [100_000, 70_000], "", path, method="forkserver")
     handle = child.receive()
-    reader = start_child(attach_and_pause, handle, 0, method="forkserver")
-    assert "ready" == reader.receive()
+    reader = start_child(attach_and_keep, handle, 0, method="forkserver")
+    assert [1, 2] == [reader.receive(), reader.receive()]
     assert 0 == child.receive()
     inode = next(
         path.stat().st_ino

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -34,7 +35,14 @@ from shmcast import (
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 
-LARGE_BYTES = 100_000  # does not fit a chunk of the small queues here, so it takes a memory file
+#: Does not fit a chunk of the small queues here: it takes a block, or else a memory file.
+LARGE_BYTES = 100_000
+#: Where large messages lie.
+PATHS: dict[str, dict[str, Any]] = {
+    "blocks": {"oob_threshold_bytes": 1000, "arena_bytes": "1 MiB"},
+    "copied blocks": {"oob_threshold_bytes": 1000, "arena_bytes": "1 MiB", "receive": "copy"},
+    "files": {"oob_threshold_bytes": 1000, "arena_bytes": 0},
+}
 
 
 class Forked:
@@ -93,21 +101,24 @@ def memory_files_of(pid: int) -> set[str]:
 
 
 def check_queue(queue: MessageQueue, readers: list[MessageReader]) -> None:
-    """Send small and large messages through more than a lap of the ring."""
+    """Send small and large messages through more than a lap of the ring, and of a small arena."""
     for number in range(10):
-        message = number, bytes(LARGE_BYTES if number % 3 == 0 else number)
-        queue.enqueue(message, PATIENCE_S)
+        content = bytes([number]) * (LARGE_BYTES if number % 3 == 0 else number)
+        queue.enqueue((number, content, pickle.PickleBuffer(bytearray(content))), PATIENCE_S)
         for reader in readers:
-            assert message == reader.dequeue(PATIENCE_S)
+            got, same, buffer = reader.dequeue(PATIENCE_S)
+            assert (number, content, content) == (got, same, bytes(buffer))
     time.sleep(0.012)  # the next enqueue looks at who is alive
     queue.enqueue("end", PATIENCE_S)
     assert ["end"] * len(readers) == [reader.dequeue(PATIENCE_S) for reader in readers]
 
 
-@pytest.fixture
-def small_queue(make_queue: MakeQueue) -> tuple[MessageQueue, MessageReader]:
+@pytest.fixture(params=["blocks", "files"])
+def small_queue(
+    make_queue: MakeQueue, request: pytest.FixtureRequest
+) -> tuple[MessageQueue, MessageReader]:
     """A queue with one reader and small chunks."""
-    queue, (reader,) = make_queue(n_chunks=4, chunk_bytes=4096)
+    queue, (reader,) = make_queue(n_chunks=4, chunk_bytes=4096, **PATHS[request.param])
     return queue, reader
 
 
@@ -116,12 +127,18 @@ def small_queue(make_queue: MakeQueue) -> tuple[MessageQueue, MessageReader]:
 
 def test_every_call_says_so(small_queue: tuple[MessageQueue, MessageReader]) -> None:
     """Every call on an inherited end raises ShmcastError with the parent's pid and the child's."""
+    import torch
+
+    strided = torch.frombuffer(bytearray(2 * LARGE_BYTES), dtype=torch.uint8)[::2]
     queue, reader = small_queue
     queue.enqueue("for the parent")
     calls: list[Callable[[], Any]] = [
         lambda: queue.enqueue(1),
         lambda: queue.enqueue(1, timeout=0),
         lambda: queue.enqueue(bytes(LARGE_BYTES)),
+        lambda: queue.enqueue(pickle.PickleBuffer(bytearray(LARGE_BYTES))),
+        lambda: queue.enqueue(strided),
+        lambda: queue.empty((LARGE_BYTES,), torch.uint8),
         queue.wait_until_ready,
         lambda: queue.wait_until_ready(0),
         queue.export_handle,
@@ -134,7 +151,9 @@ def test_every_call_says_so(small_queue: tuple[MessageQueue, MessageReader]) -> 
         reader.stats,
     ]
     child = Forked(lambda: errors_of(calls))
-    for text in child.answer():
+    texts = child.answer()
+    assert len(calls) == len(texts)
+    for text in texts:
         assert text.startswith("ShmcastError: ")
         assert f"belongs to process {os.getpid()}" in text
         assert f"this is process {child.pid}" in text
@@ -435,9 +454,10 @@ def test_subprocess_inherits_nothing(
 # --- what was received ----------------------------------------------------------------------------
 
 
-def test_received_before_the_fork(small_queue: tuple[MessageQueue, MessageReader]) -> None:
+@pytest.mark.parametrize("path", PATHS)
+def test_received_before_the_fork(make_queue: MakeQueue, path: str) -> None:
     """What was received is unchanged in a child, while the parent laps the ring and closes."""
-    queue, reader = small_queue
+    queue, (reader,) = make_queue(n_chunks=4, chunk_bytes=4096, **PATHS[path])
     messages = [bytearray(b"small" * 100), bytearray(os.urandom(LARGE_BYTES)), b"x" * 3000]
     received = []
     for message in messages:
@@ -451,6 +471,9 @@ def test_received_before_the_fork(small_queue: tuple[MessageQueue, MessageReader
         return [(bytes(buffer), bytes(whole)) for buffer, whole in received]
 
     child = Forked(look)
+    for index in range(2):  # the last one is read-only
+        memoryview(received[index][0])[:5] = b"mine "
+    received.clear()  # the blocks are given up, and used again
     check_queue(queue, [reader])
     reader.close()
     queue.close()
@@ -459,23 +482,26 @@ def test_received_before_the_fork(small_queue: tuple[MessageQueue, MessageReader
     assert [(bytes(message), bytes(message)) for message in messages] == child.answer()
 
 
-def receive_tensors_and_fork(pipe: Connection) -> None:
+def receive_tensors_and_fork(pipe: Connection, settings: dict[str, Any]) -> None:
     """Receive tensors, fork a child that tells what it sees after this process's death."""
     import torch
 
     torch.set_num_threads(1)  # the child has no other thread of this process
-    queue = MessageQueue(QueueConfig(n_chunks=4, chunk_bytes="64 KiB", oob_threshold_bytes="1 KiB"))
+    queue = MessageQueue(QueueConfig(n_chunks=4, chunk_bytes="64 KiB", **settings))
     reader = MessageQueue.create_from_handle(queue.export_handle(), 0)
     reader.wait_until_ready(PATIENCE_S)
     tensors = []
-    for n_items in (10, 1000, 100_000):
+    for n_items in (10, 1000, 30_000):
         queue.enqueue(torch.arange(n_items))
         tensors.append(reader.dequeue(PATIENCE_S))
     parent = os.getpid()
     if os.fork():
         for number in range(8):
-            queue.enqueue(torch.full((1000,), number))
-            reader.dequeue(PATIENCE_S)
+            for n_items in (1000, 30_000):
+                queue.enqueue(torch.full((n_items,), number))
+                reader.dequeue(PATIENCE_S).add_(1)
+            if number == 3:
+                tensors.clear()  # their blocks are used again
         signal.pause()
     pipe.send(os.getpid())
     while os.getppid() == parent:
@@ -488,10 +514,11 @@ def receive_tensors_and_fork(pipe: Connection) -> None:
     os._exit(0)
 
 
-def test_tensors_outlive_the_parent(start_child: StartChild) -> None:
+@pytest.mark.parametrize("path", PATHS)
+def test_tensors_outlive_the_parent(start_child: StartChild, path: str) -> None:
     """Tensors that a dead process had received are whole and writable in the child it forked."""
     # Not "spawn": there the survivor would hold the pipe that tells of its parent's end.
-    child = start_child(receive_tensors_and_fork, method="forkserver")
+    child = start_child(receive_tensors_and_fork, PATHS[path], method="forkserver")
     survivor = child.receive(2 * PATIENCE_S)  # importing torch takes its time
     try:
         child.kill()
@@ -553,22 +580,24 @@ def test_fork_while_threads_wait(make_queue: MakeQueue) -> None:
     assert ["there"] == received
 
 
-def test_fork_while_threads_work(make_queue: MakeQueue) -> None:
+def test_fork_while_threads_work(small_queue: tuple[MessageQueue, MessageReader]) -> None:
     """Forks at any moment of running enqueue and dequeue calls lose nothing and hang no child."""
-    queue, (reader,) = make_queue(n_chunks=4, chunk_bytes=4096)
+    queue, reader = small_queue
     received: list[Any] = []
     is_over = threading.Event()
 
     def publish() -> None:
         number = 0
         while not is_over.is_set():
-            queue.enqueue((number, bytes(LARGE_BYTES if number % 10 == 0 else 20)), PATIENCE_S)
+            content = bytearray(LARGE_BYTES if number % 10 == 0 else 20)
+            queue.enqueue((number, pickle.PickleBuffer(content)), PATIENCE_S)
             number += 1
         queue.enqueue(None, PATIENCE_S)
 
     def receive() -> None:
         while (message := reader.dequeue(PATIENCE_S)) is not None:
-            received.append(message)
+            number, content = message
+            received.append((number, bytes(content)))
 
     threads = [threading.Thread(target=publish), threading.Thread(target=receive)]
     for thread in threads:
@@ -599,16 +628,25 @@ class ForksWhenPickled:
         return str, ("pickled",)
 
 
+@pytest.mark.parametrize("kind", ["stream", "buffer", "strided"])
 @pytest.mark.parametrize("size_bytes", [10, LARGE_BYTES])
 def test_fork_while_pickling(
-    small_queue: tuple[MessageQueue, MessageReader], size_bytes: int
+    small_queue: tuple[MessageQueue, MessageReader], size_bytes: int, kind: str
 ) -> None:
     """A fork inside pickling: the child's enqueue raises, and the parent's message arrives."""
     queue, reader = small_queue
     parent = os.getpid()
     pids: list[int] = []
+
+    def part() -> Any:
+        if kind == "strided":
+            import torch
+
+            return torch.frombuffer(bytearray(2 * size_bytes), dtype=torch.uint8)[::2]
+        return bytes(size_bytes) if kind == "stream" else pickle.PickleBuffer(bytearray(size_bytes))
+
     try:
-        queue.enqueue([bytes(size_bytes), ForksWhenPickled(pids), bytes(size_bytes)])
+        queue.enqueue([part(), ForksWhenPickled(pids), part()])
     except ShmcastError as error:
         if os.getpid() == parent:
             raise
@@ -619,7 +657,11 @@ def test_fork_while_pickling(
             os._exit(2)
     _, status = os.waitpid(pids[0], 0)
     assert 0 == os.waitstatus_to_exitcode(status)
-    assert [bytes(size_bytes), "pickled", bytes(size_bytes)] == reader.dequeue(PATIENCE_S)
+    first, middle, last = reader.dequeue(PATIENCE_S)
+    assert "pickled" == middle
+    for got in (first, last):
+        assert bytes(size_bytes) == bytes(got.numpy() if kind == "strided" else got)
+    del first, last, got
     check_queue(queue, [reader])
 
 
@@ -715,17 +757,21 @@ def test_fork_in_a_signal_handler(wait: str, monkeypatch: pytest.MonkeyPatch) ->
 # --- a child that survives its parent -------------------------------------------------------------
 
 
-def have_ends_and_fork(pipe: Connection, case: str) -> None:
+def have_ends_and_fork(pipe: Connection, case: str, path: str) -> None:
     """Have both ends of a queue, with unread messages, and fork a child that stays."""
-    queue = MessageQueue(QueueConfig(n_readers=2, n_chunks=400, chunk_bytes=4096))
+    config = QueueConfig(n_readers=2, n_chunks=400, chunk_bytes=4096, **PATHS[path])
+    queue = MessageQueue(config)
     handle = queue.export_handle()
     reader = MessageQueue.create_from_handle(handle, 0)
     with contextlib.suppress(QueueNotReady):
         queue.wait_until_ready(0.01)
     reader.wait_until_ready(PATIENCE_S)
     for _ in range(3):  # rank 1 has not attached, so the writer keeps the files
-        queue.enqueue(bytes(LARGE_BYTES))
-    if case == "collected":
+        queue.enqueue([bytes(LARGE_BYTES), pickle.PickleBuffer(bytearray(LARGE_BYTES))])
+    if case == "dropped":
+        for _ in range(2):
+            memoryview(reader.dequeue(PATIENCE_S)[1])[:5] = b"mine "
+    elif case == "collected":
         reader._control.collect_files()
     elif case == "closed ends":
         others = [MessageQueue(QueueConfig()) for _ in range(3)]
@@ -743,11 +789,18 @@ def have_ends_and_fork(pipe: Connection, case: str) -> None:
     signal.pause()
 
 
-@pytest.mark.parametrize("case", ["unread", "collected", "closed ends", "full socket"])
-def test_survivor_keeps_no_memory(start_child: StartChild, case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "path"),
+    [
+        *itertools.product(("unread", "dropped", "closed ends"), PATHS),
+        ("collected", "files"),
+        ("full socket", "files"),
+    ],
+)
+def test_survivor_keeps_no_memory(start_child: StartChild, case: str, path: str) -> None:
     """A child that outlives its parent keeps nothing of the queue but the file of the locks."""
     # Not "spawn": there the survivor would hold the pipe that tells of its parent's end.
-    child = start_child(have_ends_and_fork, case, method="forkserver")
+    child = start_child(have_ends_and_fork, case, path, method="forkserver")
     survivor = child.receive()
     try:
         child.kill()

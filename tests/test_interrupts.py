@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import dis
+import functools
 import gc
 import os
 import random
 import signal
 import socket
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
+from pickle import PickleBuffer
+from types import CodeType, FrameType
 from typing import Any
 
+import attrs
 import pytest
+import torch
 from conftest import PATIENCE_S, MakeQueue
 
+import shmcast
+import shmcast.queue as queue_module
 from shmcast import (
     MessageQueue,
     MessageReader,
@@ -42,6 +50,10 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
+#: Whether an alarm is to raise now.
+_armed: list[bool] = []
+
+
 class Interrupt(BaseException):
     """What the handler raises: no ShmcastError and no Exception, like KeyboardInterrupt."""
 
@@ -58,7 +70,8 @@ def _alarm() -> Iterator[None]:
                 signal.setitimer(signal.ITIMER_REAL, 20e-6)
                 return
             where = where.f_back
-        raise Interrupt
+        if _armed:  # one that comes too late is nobody's
+            raise Interrupt
 
     previous = signal.signal(signal.SIGALRM, handler)
     before = memory_files()
@@ -72,12 +85,79 @@ def _alarm() -> Iterator[None]:
 def interrupted(call: Callable[[], object], delay_s: float) -> bool:
     """Run a call with an alarm set; whether that ended it. Afterwards no alarm is left."""
     try:
-        signal.setitimer(signal.ITIMER_REAL, delay_s)
-        call()
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        _armed.append(True)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, delay_s)
+            call()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        finally:
+            _armed.clear()
     except Interrupt:
         return True
     return False
+
+
+OURS = str(Path(shmcast.__file__).parent)
+
+
+class AtPoint:
+    """
+    Raises Interrupt at a point of shmcast where Python may run a signal handler, once.
+
+    That is after a call of compiled code, a jump back and the start of a function; the points of
+    one call are counted from 1 on. Elsewhere, such as between the body of a `with` block and its
+    `__exit__`, no handler runs.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+        self._previous: dict[FrameType, int] = {}  # where each frame was
+        self.where = ""
+
+    def ends(self, call: Callable[[], object]) -> bool:
+        """Run the call; whether it was ended. If it was over before, there is no such point."""
+        before = sys.gettrace()
+        sys.settrace(self._trace)
+        try:
+            call()
+        except Interrupt:
+            return True
+        finally:
+            sys.settrace(before)
+            self._previous.clear()
+        return False
+
+    def _trace(self, frame: FrameType, event: str, _: object) -> Any:
+        code = frame.f_code
+        if not code.co_filename.startswith(OURS):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "call" and frame.f_back is not None:
+            self._previous.pop(frame.f_back, None)  # no handler runs when this one returns
+        if event == "opcode":
+            previous = self._previous.get(frame)
+            self._previous[frame] = frame.f_lasti
+            if previous is not None and is_point(code, previous, frame.f_lasti):
+                self._left -= 1
+                if self._left == 0:
+                    self.where = f"{Path(code.co_filename).name}:{frame.f_lineno}"
+                    raise Interrupt
+        return self._trace
+
+
+@functools.cache
+def is_point(code: CodeType, previous: int, following: int) -> bool:
+    """Whether a signal handler may run after an operation, and raises there what we raise next."""
+    operation = dis.opname[code.co_code[previous]]
+    if not (operation.startswith(("CALL", "RESUME")) or "JUMP_BACKWARD" in operation):
+        return False
+    return handler_of(code, previous) == handler_of(code, following)
+
+
+def handler_of(code: CodeType, offset: int) -> int | None:
+    """Where the code goes on after an error here."""
+    entries = dis.Bytecode(code).exception_entries  # type: ignore[attr-defined]  # not in the stub
+    return next((entry.target for entry in entries if entry.start <= offset < entry.end), None)
 
 
 def memory_files() -> set[int]:
@@ -106,45 +186,234 @@ def drained(reader: MessageReader) -> list[Any]:
     return messages
 
 
-@pytest.mark.parametrize(
-    ("n_bytes", "most_s"),
-    [(10, 30e-6), (3000, 60e-6), (40_000, 300e-6)],
-    ids=["small", "oob", "file"],
-)
-def test_interrupted_enqueue(make_queue: MakeQueue, n_bytes: int, most_s: float) -> None:
+@attrs.frozen
+class Case:
+    """
+    A way that messages take.
+
+    Attributes:
+        new: makes message `index` for a queue.
+        most_s: about how long its enqueue takes.
+        settings: of the queue.
+    """
+
+    new: Callable[[MessageQueue, int], Any]
+    most_s: float
+    settings: dict[str, Any] = attrs.field(factory=dict)
+
+
+def content(index: int, n_bytes: int) -> bytearray:
+    """What a message with this number holds."""
+    return bytearray(index.to_bytes(4, "little") * (n_bytes // 4))
+
+
+def buffers(n_bytes: int, count: int = 1) -> Callable[[MessageQueue, int], Any]:
+    return lambda _, index: [PickleBuffer(content(index, n_bytes)) for _ in range(count)]
+
+
+def strided(_: MessageQueue, index: int) -> Any:
+    """A tensor with gaps, which is copied into a block while it is pickled."""
+    return [torch.frombuffer(content(index, 160_000), dtype=torch.int32)[::2], index]
+
+
+def in_place(queue: MessageQueue, index: int) -> Any:
+    """A tensor that lies in the queue's memory from the start."""
+    tensor = queue.empty((20_000,), torch.int32)
+    tensor.copy_(torch.frombuffer(content(index, 80_000), dtype=torch.int32))
+    return [index, tensor]
+
+
+CASES = {
+    "small": Case(lambda _, index: [index, content(index, 10)], 30e-6),
+    "oob": Case(buffers(3000), 60e-6),
+    "file": Case(buffers(40_000), 300e-6, {"arena_bytes": 0}),
+    "large image": Case(lambda _, index: [index, content(index, 40_000)], 200e-6),
+    "block": Case(buffers(80_000), 300e-6),
+    "several blocks": Case(buffers(80_000, 3), 600e-6),
+    "too few blocks": Case(buffers(80_000, 3), 900e-6, {"arena_bytes": 200_000}),
+    "strided": Case(strided, 300e-6),
+    "empty": Case(in_place, 400e-6),
+    "copied": Case(buffers(80_000), 300e-6, {"receive": "copy"}),
+}
+IN_BLOCKS = ["large image", "block", "several blocks", "too few blocks", "strided", "empty"]
+
+
+def print_of(message: Any) -> Any:
+    """What says all about a message, and keeps nothing of it."""
+    if isinstance(message, list):
+        return [print_of(part) for part in message]
+    if isinstance(message, torch.Tensor):
+        return tuple(message.shape), bytes(message.contiguous().numpy())
+    if isinstance(message, PickleBuffer | memoryview | bytearray):
+        return bytes(message)
+    return message
+
+
+def prints_of_drained(reader: MessageReader) -> list[Any]:
+    return [print_of(message) for message in drained(reader)]
+
+
+def ends_of(make_queue: MakeQueue, case: Case) -> tuple[MessageQueue, MessageReader]:
+    settings = {"chunk_bytes": 16384, "oob_threshold_bytes": 1000, "n_chunks": 8, **case.settings}
+    queue, (reader,) = make_queue(**settings)
+    return queue, reader
+
+
+def check_blocks(queue: MessageQueue, reader: MessageReader, hint: str) -> None:
+    """When nothing is kept and one more message has gone through, no block is lost."""
+    gc.collect(0)  # what an interrupted call's frames had
+    queue.enqueue(PickleBuffer(content(1, 80_000)))
+    in_use = queue.stats().blocks_in_use
+    assert content(1, 80_000) == reader.dequeue(PATIENCE_S)
+    assert (queue._config.arena_bytes > 0) == in_use, hint
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interrupted_enqueue(make_queue: MakeQueue, name: str) -> None:
     """An interrupted enqueue published its message or did not; every other one arrives whole."""
-    queue, (reader,) = make_queue(chunk_bytes=16384, oob_threshold_bytes=1000, n_chunks=8)
+    case = CASES[name]
+    queue, reader = ends_of(make_queue, case)
     seed = random.randrange(2**32)
     delays = random.Random(seed)
     before = n_descriptors()
     for index in range(ROUNDS):
-        sent = [index, bytearray(index.to_bytes(4, "little") * (n_bytes // 4))]
-        delay_s = delays.uniform(1e-6, most_s)
+        sent = case.new(queue, index)
+        expected = print_of(sent)
+        delay_s = delays.uniform(1e-6, case.most_s)
         is_cut = interrupted(lambda sent=sent: queue.enqueue(sent), delay_s)
         queue.enqueue("next")
-        arrived = drained(reader)
-        allowed = [[sent, "next"], ["next"]] if is_cut else [[sent, "next"]]
+        arrived = prints_of_drained(reader)
+        allowed = [[expected, "next"], ["next"]] if is_cut else [[expected, "next"]]
         assert arrived in allowed, f"seed {seed}, round {index}"
+    del sent
+    check_blocks(queue, reader, f"seed {seed}")
     # One that was being made when its call was interrupted may leak, but not one a round.
     assert n_descriptors() - before < ROUNDS // 4
 
 
-def test_interrupted_dequeue(make_queue: MakeQueue) -> None:
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("look_pause_ns", [0, 10**15], ids=["looks", "looks at nothing"])
+def test_enqueue_interrupted_at_every_point(
+    make_queue: MakeQueue, monkeypatch: pytest.MonkeyPatch, name: str, look_pause_ns: int
+) -> None:
+    """Wherever an enqueue is cut off, its message arrives whole or not, and no block is lost."""
+    # So that every enqueue has the same points.
+    monkeypatch.setattr(queue_module, "_LOOK_PAUSE_NS", look_pause_ns)
+    case = CASES[name]
+    queue, reader = ends_of(make_queue, case)
+    queue.enqueue(case.new(queue, 0))
+    drained(reader)
+    cut = 0
+    for number in range(1, 3000):
+        at_point = AtPoint(number)
+        sent = case.new(queue, number)
+        expected = print_of(sent)
+        is_cut = at_point.ends(lambda sent=sent: queue.enqueue(sent))
+        queue.enqueue("next")
+        arrived = prints_of_drained(reader)
+        allowed = [[expected, "next"], ["next"]] if is_cut else [[expected, "next"]]
+        assert arrived in allowed, at_point.where
+        del sent
+        check_blocks(queue, reader, at_point.where)
+        cut += is_cut
+        if not is_cut:
+            break
+    assert cut == number - 1
+    assert cut > 0 or (name == "small" and look_pause_ns)
+
+
+def test_interrupted_twice(make_queue: MakeQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handler that raises again while the enqueue that it cut off clears up loses no block."""
+    queue, reader = ends_of(make_queue, CASES["block"])
+    assign = queue._arena.assign
+
+    def assign_and_raise(*arguments: Any) -> None:
+        assign(*arguments)
+        raise Interrupt
+
+    def interrupt() -> None:
+        raise Interrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(queue._arena, "assign", assign_and_raise)
+        patch.setattr(queue._arena, "settle", interrupt)
+        with pytest.raises(Interrupt):
+            queue.enqueue(buffers(80_000)(queue, 1))
+    assert [] == drained(reader)
+    queue.enqueue(buffers(80_000)(queue, 2))
+    assert [[bytes(content(2, 80_000))]] == prints_of_drained(reader)
+    check_blocks(queue, reader, "twice")
+
+
+def test_interrupted_empty(make_queue: MakeQueue) -> None:
+    """An interrupted `empty` takes no block for ever, wherever it was cut off."""
+    queue, reader = ends_of(make_queue, CASES["empty"])
+    cut = 0
+    for number in range(1, 1000):
+        at_point = AtPoint(number)
+        is_cut = at_point.ends(lambda: queue.empty((20_000,), torch.int32))
+        check_blocks(queue, reader, at_point.where)
+        tensor = in_place(queue, number)
+        queue.enqueue(tensor)
+        assert [print_of(tensor)] == prints_of_drained(reader)
+        del tensor
+        cut += is_cut
+        if not is_cut:
+            break
+    assert 10 < cut == number - 1
+    seed = random.randrange(2**32)
+    delays = random.Random(seed)
+    for _ in range(ROUNDS):
+        interrupted(lambda: queue.empty((20_000,), torch.int32), delays.uniform(1e-6, 200e-6))
+    check_blocks(queue, reader, f"seed {seed}")
+
+
+@pytest.mark.parametrize("name", ["small", *IN_BLOCKS, "copied"])
+def test_interrupted_dequeue(make_queue: MakeQueue, name: str) -> None:
     """An interrupted dequeue loses at most the message that it was about to return."""
-    queue, (reader,) = make_queue(chunk_bytes=16384, n_chunks=8)
+    case = CASES[name]
+    queue, reader = ends_of(make_queue, case)
     seed = random.randrange(2**32)
     delays = random.Random(seed)
     for index in range(ROUNDS):
-        queue.enqueue(("first", index))
-        queue.enqueue(("second", index))
+        queue.enqueue(["first", case.new(queue, index)])
+        queue.enqueue(["second", index])
+        first = print_of(["first", case.new(queue, index)])
         got: list[object] = []
-        delay_s = delays.uniform(1e-6, 20e-6)
-        interrupted(lambda got=got: got.append(reader.dequeue()), delay_s)
-        got += drained(reader)
-        allowed = [[("first", index), ("second", index)], [("second", index)]]
+        delay_s = delays.uniform(1e-6, 20e-6 if name == "small" else 100e-6)
+        interrupted(lambda got=got: got.append(print_of(reader.dequeue())), delay_s)
+        got += prints_of_drained(reader)
+        allowed = [[first, ["second", index]], [["second", index]]]
         assert got in allowed, f"seed {seed}, round {index}"
         assert 0 == reader.stats().lag
-    assert queue.stats().bytes == reader.stats().bytes
+    if name != "too few blocks":  # a file counts when it was read
+        assert queue.stats().bytes == reader.stats().bytes
+    check_blocks(queue, reader, f"seed {seed}")
+
+
+@pytest.mark.parametrize("name", [*IN_BLOCKS, "file", "copied"])
+def test_dequeue_interrupted_at_every_point(make_queue: MakeQueue, name: str) -> None:
+    """Wherever a dequeue is cut off, its message comes whole or is lost, and no block is."""
+    case = CASES[name]
+    queue, reader = ends_of(make_queue, case)
+    for number in range(1, 1000):
+        at_point = AtPoint(number)
+        queue.enqueue(["first", case.new(queue, number)])
+        queue.enqueue(["second", number])
+        first = print_of(["first", case.new(queue, number)])
+        got: list[object] = []
+        is_cut = at_point.ends(lambda got=got: got.append(print_of(reader.dequeue(PATIENCE_S))))
+        got += prints_of_drained(reader)
+        allowed = [[first, ["second", number]]]
+        if is_cut:
+            allowed.append([["second", number]])
+        assert got in allowed, at_point.where
+        assert 0 == reader.stats().lag
+        check_blocks(queue, reader, at_point.where)
+        if not is_cut:
+            break
+    assert number > 1
+    assert not is_cut
 
 
 def test_interrupted_close() -> None:
@@ -153,10 +422,13 @@ def test_interrupted_close() -> None:
     delays = random.Random(seed)
     before = n_descriptors()
     for index in range(ROUNDS // 4):
-        queue = MessageQueue(QueueConfig(chunk_bytes=4096, n_chunks=2))
+        queue = MessageQueue(QueueConfig(chunk_bytes=4096, n_chunks=2, oob_threshold_bytes=1000))
         reader = MessageQueue.create_from_handle(queue.export_handle(), 0)
         queue.wait_until_ready(PATIENCE_S)
         reader.wait_until_ready(PATIENCE_S)
+        queue.enqueue(PickleBuffer(content(index, 80_000)))
+        kept = reader.dequeue(PATIENCE_S)
+        kept[80:84] = b"mine"
         first, second = (reader, queue) if index % 2 else (queue, reader)
         interrupted(first.close, delays.uniform(1e-6, 150e-6))
         first.close()
@@ -168,6 +440,10 @@ def test_interrupted_close() -> None:
             with pytest.raises(ReaderLost, match="nobody is left"):
                 queue.enqueue(1)
         second.close()
+        own = content(index, 80_000)
+        own[80:84] = b"mine"
+        assert own == kept
+        del kept
     # A descriptor that was between two Python lines may leak, but not one a round.
     assert n_descriptors() - before < ROUNDS // 16, f"seed {seed}"
 

@@ -18,9 +18,9 @@ from shmcast.layout import HEADER_BYTES, LINE_BYTES, Layout, round_up
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 WORD_BYTES = 8
-#: As `layout` documents it: magic, version, four counts, seconds.
-HEADER = struct.Struct("=8sQQQQQd")
-LAYOUT = Layout.of(QueueConfig(n_readers=3, n_chunks=5, chunk_bytes=5000))
+#: As `layout` documents it: magic, version, four counts, seconds, two counts.
+HEADER = struct.Struct("=8sQQQQQdQQ")
+LAYOUT = Layout.of(QueueConfig(n_readers=3, n_chunks=5, chunk_bytes=5000, arena_bytes=100_000))
 
 CONFIGS = st.builds(
     QueueConfig,
@@ -29,6 +29,8 @@ CONFIGS = st.builds(
     chunk_bytes=st.integers(KIB, 1024 * GIB),
     spin_us=st.integers(0, 1_000_000),
     warn_after_s=st.floats(0, 1e300, exclude_min=True) | st.integers(1, 10**6),
+    receive=st.sampled_from(["private", "copy"]),
+    arena_bytes=st.integers(0, 3 * mmap.PAGESIZE + 1) | st.integers(0, 1 << 46),
 )
 
 Part = tuple[int, int]  # from, to
@@ -41,6 +43,16 @@ def overlaps(parts: list[Part]) -> list[tuple[Part, Part]]:
 
 def word(offset: int) -> Part:
     return offset, offset + WORD_BYTES
+
+
+def words_in_rank(layout: Layout) -> list[int]:
+    """Where the words lie within a rank's line."""
+    return [
+        layout.cursor_in_rank,
+        layout.sleeps_in_rank,
+        layout.left_in_rank,
+        layout.given_ups_in_rank,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +68,7 @@ def test_rounding_up(number: int, multiple: int, expected: int) -> None:
 @example(config=QueueConfig(n_readers=4096, n_chunks=1, chunk_bytes=KIB))
 @example(config=QueueConfig(n_chunks=1, chunk_bytes="1024 GiB"))
 def test_nothing_in_the_data_file_overlaps(config: QueueConfig) -> None:
-    """Header, writer's words, epochs and chunks share no byte and lie inside the data file."""
+    """Header, words, epochs, chunks and arena share no byte and lie inside the data file."""
     layout = Layout.of(config)
     parts = [
         (0, HEADER_BYTES),
@@ -69,6 +81,9 @@ def test_nothing_in_the_data_file_overlaps(config: QueueConfig) -> None:
             for index in range(config.n_chunks)
         ),
     ]
+    if config.arena_bytes:
+        arena = layout.arena_offset, layout.arena_offset + config.arena_bytes
+        parts += [word(layout.guard_offset), arena]
     assert [] == overlaps(parts)
     assert layout.data_bytes >= max(end for _, end in parts)
 
@@ -77,14 +92,17 @@ def test_nothing_in_the_data_file_overlaps(config: QueueConfig) -> None:
 def test_nothing_in_the_control_file_overlaps(config: QueueConfig) -> None:
     """The words to sleep on and the ranks' words share no byte and lie inside the control file."""
     layout = Layout.of(config)
-    in_rank = (layout.cursor_in_rank, layout.sleeps_in_rank, layout.left_in_rank)
     parts = [
         word(layout.readers_word_offset),
         word(layout.writer_word_offset),
         *(
             word(layout.rank_offset(rank) + offset)
             for rank in range(config.n_readers)
-            for offset in in_rank
+            for offset in words_in_rank(layout)
+        ),
+        *(
+            (start, start + layout.n_slots * WORD_BYTES)
+            for start in map(layout.rank_given_up_offset, range(config.n_readers))
         ),
     ]
     assert [] == overlaps(parts)
@@ -104,11 +122,12 @@ def test_words_are_aligned(config: QueueConfig) -> None:
         layout.epoch_offset(last),
         layout.readers_word_offset,
         layout.writer_word_offset,
+        layout.guard_offset,
         layout.rank_offset(0),
         layout.rank_offset(last),
-        layout.cursor_in_rank,
-        layout.sleeps_in_rank,
-        layout.left_in_rank,
+        layout.rank_given_up_offset(0),
+        layout.rank_given_up_offset(last),
+        *words_in_rank(layout),
     ]
     assert [0] * len(offsets) == [offset % WORD_BYTES for offset in offsets]
 
@@ -123,6 +142,8 @@ def test_ends_do_not_share_lines(config: QueueConfig) -> None:
         layout.writer_word_offset,
         *(layout.rank_offset(rank) for rank in range(config.n_readers)),
     ]
+    if config.arena_bytes:
+        starts += [layout.rank_given_up_offset(rank) for rank in range(config.n_readers)]
     assert {0} == {start % LINE_BYTES for start in starts}
     assert len(starts) == len(set(starts))
     lines = {
@@ -136,19 +157,38 @@ def test_ends_do_not_share_lines(config: QueueConfig) -> None:
         )
     }
     assert 5 == len(lines)
-    in_rank = (layout.cursor_in_rank, layout.sleeps_in_rank, layout.left_in_rank)
-    assert max(in_rank) + WORD_BYTES <= LINE_BYTES
+    assert max(words_in_rank(layout)) + WORD_BYTES <= LINE_BYTES
 
 
 @given(config=CONFIGS)
 def test_chunks_and_files_are_aligned(config: QueueConfig) -> None:
-    """Chunks start on lines, the first one on a page, and the files are whole pages."""
+    """Chunks start on lines; the first one, the guard, the arena and the files on pages."""
     layout = Layout.of(config)
     last = layout.chunk_offset(config.n_chunks - 1)
     assert (0, 0) == (layout.chunk_offset(0) % mmap.PAGESIZE, last % LINE_BYTES)
     assert (0, 0) == (layout.data_bytes % mmap.PAGESIZE, layout.control_bytes % mmap.PAGESIZE)
-    spare_bytes = layout.data_bytes - (last + config.chunk_bytes)
+    assert (0, 0) == (layout.guard_offset % mmap.PAGESIZE, layout.arena_offset % mmap.PAGESIZE)
+    spare_bytes = layout.guard_offset - (last + config.chunk_bytes)
     assert 0 <= spare_bytes < mmap.PAGESIZE + LINE_BYTES
+
+
+@given(config=CONFIGS)
+def test_the_arena_is_what_was_asked_for(config: QueueConfig) -> None:
+    """The arena is arena_bytes in whole pages behind a page for the guard, or both are nothing."""
+    layout = Layout.of(config)
+    guard_bytes = mmap.PAGESIZE if config.arena_bytes else 0
+    assert guard_bytes == layout.arena_offset - layout.guard_offset
+    size_bytes = layout.data_bytes - layout.arena_offset
+    assert 0 == size_bytes % mmap.PAGESIZE
+    assert 0 <= size_bytes - config.arena_bytes < mmap.PAGESIZE
+
+
+@pytest.mark.parametrize(
+    ("n_pages", "expected"), [(0, 0), (1, 1), (4095, 4095), (4096, 4096), (4097, 4096)]
+)
+def test_slots_of_an_arena(n_pages: int, expected: int) -> None:
+    """There is a slot for every page, as no block is smaller, and never more than 4096."""
+    assert expected == Layout.of(QueueConfig(arena_bytes=n_pages * mmap.PAGESIZE)).n_slots
 
 
 @given(config=CONFIGS)
@@ -159,7 +199,9 @@ def test_every_end_has_a_byte_to_lock(config: QueueConfig) -> None:
 
 def test_the_largest_layout_fits_64_bits() -> None:
     """The largest config that is allowed has offsets that a signed 64-bit word holds."""
-    config = QueueConfig(n_readers=4096, n_chunks=1 << 20, chunk_bytes="1024 GiB")
+    config = QueueConfig(
+        n_readers=4096, n_chunks=1 << 20, chunk_bytes="1024 GiB", arena_bytes=1 << 46
+    )
     assert Layout.of(config).data_bytes < 1 << 63
 
 
@@ -177,7 +219,10 @@ def test_the_header_tells_the_whole_layout(config: QueueConfig) -> None:
 
 def test_the_header_is_as_documented() -> None:
     """The header is the magic, the version and what the layout follows from."""
-    assert (b"shmcast\0", 1, 3, 5, 5000, 30, 60.0) == HEADER.unpack(LAYOUT.header())
+    for receive, number in (("private", 0), ("copy", 1)):
+        header = attrs.evolve(LAYOUT, receive=receive).header()
+        expected = (b"shmcast\0", 1, 3, 5, 5000, 30, 60.0, number, 100_000)
+        assert expected == HEADER.unpack(header)
 
 
 @given(header=st.binary(max_size=200), data_bytes=st.integers(0, 1 << 63))
@@ -203,7 +248,7 @@ def test_another_magic_is_refused() -> None:
 @pytest.mark.parametrize("version", [0, 2, 1 << 63])
 def test_another_version_is_refused(version: int) -> None:
     """A segment of another version is refused, and the error names both versions."""
-    header = HEADER.pack(b"shmcast\0", version, 3, 5, 5000, 30, 60.0)
+    header = HEADER.pack(b"shmcast\0", version, 3, 5, 5000, 30, 60.0, 0, 100_000)
     with pytest.raises(ProtocolError) as caught:
         Layout.from_header(header, LAYOUT.data_bytes)
     assert [] == [part for part in (str(version), "reads 1") if part not in str(caught.value)]
@@ -234,6 +279,7 @@ def test_a_file_of_another_size_is_refused(difference: int) -> None:
         ("warn_after_s", -1.0),
         ("warn_after_s", math.nan),
         ("warn_after_s", math.inf),
+        ("arena_bytes", (1 << 46) + 1),
     ],
 )
 def test_a_value_that_no_config_allows_is_refused(field: str, value: float) -> None:
@@ -243,18 +289,32 @@ def test_a_value_that_no_config_allows_is_refused(field: str, value: float) -> N
         Layout.from_header(damaged.header(), damaged.data_bytes)
 
 
+@pytest.mark.parametrize("receive", [2, 3, 1 << 63])
+def test_another_way_to_receive_is_refused(receive: int) -> None:
+    """A header with a number that stands for no way to receive is damaged."""
+    header = HEADER.pack(b"shmcast\0", 1, 3, 5, 5000, 30, 60.0, receive, 100_000)
+    with pytest.raises(ProtocolError, match="damaged"):
+        Layout.from_header(header, LAYOUT.data_bytes)
+
+
+any_count = st.integers(0, 5000) | st.integers(0, 2**64 - 1)
+
+
 @given(
-    values=st.tuples(*[st.integers(0, 5000) | st.integers(0, 2**64 - 1)] * 4),
+    values=st.tuples(*[any_count] * 4),
     warn_after_s=st.floats(),
+    receive=st.integers(0, 2) | st.integers(0, 2**64 - 1),
+    arena_bytes=any_count,
 )
 def test_a_header_is_refused_or_one_that_a_writer_has(
-    values: tuple[int, int, int, int], warn_after_s: float
+    values: tuple[int, int, int, int], warn_after_s: float, receive: int, arena_bytes: int
 ) -> None:
     """What is not refused is the layout of some config, byte for byte."""
-    header = HEADER.pack(b"shmcast\0", 1, *values, warn_after_s)
+    header = HEADER.pack(b"shmcast\0", 1, *values, warn_after_s, receive, arena_bytes)
     n_readers, n_chunks, chunk_bytes, spin_us = values
+    name = "copy" if receive == 1 else "private"
     try:
-        data_bytes = Layout(*values, warn_after_s).data_bytes
+        data_bytes = Layout(*values, warn_after_s, name, arena_bytes).data_bytes
         layout = Layout.from_header(header, data_bytes)
     except ProtocolError:
         return
@@ -265,6 +325,8 @@ def test_a_header_is_refused_or_one_that_a_writer_has(
             chunk_bytes=chunk_bytes,
             spin_us=spin_us,
             warn_after_s=warn_after_s,
+            receive=name,
+            arena_bytes=arena_bytes,
         )
     except ConfigError as error:
         pytest.fail(f"a reader takes what no writer writes: {error}")
@@ -281,5 +343,6 @@ def test_a_flipped_bit_leads_nobody_out_of_the_file(position: int) -> None:
     except ProtocolError:
         return
     end = layout.chunk_offset(layout.n_chunks - 1) + layout.chunk_bytes
-    assert end <= layout.data_bytes == LAYOUT.data_bytes
+    assert end <= layout.guard_offset <= layout.arena_offset
+    assert layout.arena_offset + layout.arena_bytes <= layout.data_bytes == LAYOUT.data_bytes
     assert layout.epoch_offset(layout.n_readers) <= layout.chunks_offset

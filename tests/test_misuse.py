@@ -51,7 +51,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarn
 _FRAME = struct.Struct("=8sIIQ")
 _MAGIC = b"shmcast\x01"
 _CLAIM, _SEGMENT, _MAPPED, _ADMISSION, _FILE = 1, 2, 3, 4, 5
-LARGE_BYTES = 100_000  # does not fit a chunk of the small queues here, so it takes a memory file
+#: Does not fit a chunk of the small queues here: it takes a block, or else a memory file.
+LARGE_BYTES = 100_000
 
 
 def frame(kind: int, *, rank: int = 0, number: int = 0, body: bytes = b"") -> bytes:
@@ -316,7 +317,7 @@ class FakeWriter:
         self, header: bytes | None = None, seals: int = segment_module.FIXED_SIZE
     ) -> list[int]:
         """The three files of a small segment."""
-        layout = Layout.of(QueueConfig(n_chunks=1, chunk_bytes=4096))
+        layout = Layout.of(QueueConfig(n_chunks=1, chunk_bytes=4096, arena_bytes=ARENA_BYTES))
         data = self.memory_file(header or layout.header(), layout.data_bytes, seals)
         control = self.memory_file(b"", layout.control_bytes, seals)
         return [data, control, self.memory_file(b"", layout.locks_bytes, seals)]
@@ -377,33 +378,44 @@ def test_fake_writer_accepts_nobody(fake: FakeWriter) -> None:
                 reader.wait_until_ready(0.03)
 
 
+ARENA_BYTES = 8 * mmap.PAGESIZE
+_HEADER = struct.Struct("=8sQQQQQdQQ")
+_NAN = float("nan")
+
+
+def header_of(*values: float, receive: int = 0, arena_bytes: int = ARENA_BYTES) -> bytes:
+    """A header with these values."""
+    return _HEADER.pack(b"shmcast\0", *values, receive, arena_bytes)
+
+
 @pytest.mark.parametrize(
-    "header",
+    ("header", "text"),
     [
-        pytest.param(b"\0" * 56, id="zeros"),
-        pytest.param(b"notours\0" + b"\1" * 48, id="magic"),
-        pytest.param(struct.pack("=8sQQQQQd", b"shmcast\0", 99, 1, 1, 4096, 0, 60.0), id="version"),
+        pytest.param(bytes(_HEADER.size), "not a shmcast segment", id="zeros"),
+        pytest.param(b"notours\0" + b"\1" * 64, "not a shmcast segment", id="magic"),
+        pytest.param(header_of(99, 1, 1, 4096, 0, 60.0), "version 99", id="version"),
+        pytest.param(header_of(1, 2**63, 1, 4096, 0, 60.0), "n_readers", id="readers"),
+        pytest.param(header_of(1, 1, 0, 4096, 0, 60.0), "n_chunks", id="no chunk"),
+        pytest.param(header_of(1, 1, 1, 2**40, 0, 60.0), "the file has", id="large chunks"),
+        pytest.param(header_of(1, 1, 1, 4096, 0, _NAN), "warn_after_s", id="not a time"),
+        pytest.param(header_of(1, 1, 1, 4096, 2**63, 60.0), "spin_us", id="endless polling"),
+        pytest.param(header_of(1, 1, 1, 4096, 0, 60.0, receive=2), "receive", id="receive"),
         pytest.param(
-            struct.pack("=8sQQQQQd", b"shmcast\0", 1, 2**63, 1, 4096, 0, 60.0), id="readers"
+            header_of(1, 1, 1, 4096, 0, 60.0, arena_bytes=2**63), "arena_bytes", id="arena"
         ),
-        pytest.param(struct.pack("=8sQQQQQd", b"shmcast\0", 1, 1, 0, 4096, 0, 60.0), id="no chunk"),
         pytest.param(
-            struct.pack("=8sQQQQQd", b"shmcast\0", 1, 1, 1, 2**40, 0, 60.0), id="large chunks"
-        ),
-        pytest.param(
-            struct.pack("=8sQQQQQd", b"shmcast\0", 1, 1, 1, 4096, 0, float("nan")), id="not a time"
-        ),
-        pytest.param(
-            struct.pack("=8sQQQQQd", b"shmcast\0", 1, 1, 1, 4096, 2**63, 60.0), id="endless polling"
+            header_of(1, 1, 1, 4096, 0, 60.0, arena_bytes=9 * mmap.PAGESIZE),
+            "the file has",
+            id="large arena",
         ),
     ],
 )
-def test_damaged_header(fake: FakeWriter, header: bytes) -> None:
-    """A segment whose header is damaged or of another version is refused."""
+def test_damaged_header(fake: FakeWriter, header: bytes, text: str) -> None:
+    """A segment whose header is damaged or of another version is refused, and the error says it."""
     answer = frame(_SEGMENT, number=1), fake.segment(header)
     with MessageQueue.create_from_handle(fake.handle, 0) as reader, fake.answer(answer):
         for _ in range(2):
-            with pytest.raises(ProtocolError):
+            with pytest.raises(ProtocolError, match=text):
                 reader.wait_until_ready(1.0)
 
 
@@ -447,7 +459,7 @@ def test_one_file_thrice(fake: FakeWriter) -> None:
 
 def test_unsealed_message(make_queue: MakeQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large message in a file that may still change is refused, and the next one arrives."""
-    queue, (reader,) = make_queue(n_chunks=4, chunk_bytes=4096)
+    queue, (reader,) = make_queue(n_chunks=4, chunk_bytes=4096, arena_bytes=0)
     real = segment_module.new_memory_file
     for seals in (0, segment_module.FIXED_SIZE):
 
@@ -464,12 +476,12 @@ def test_unsealed_message(make_queue: MakeQueue, monkeypatch: pytest.MonkeyPatch
         use(queue, [reader])
 
 
-@pytest.mark.parametrize("size_bytes", [1, 31, 32, 40, 5000])
+@pytest.mark.parametrize("size_bytes", [1, 39, 40, 64, 5000])
 def test_frozen_garbage(
     make_queue: MakeQueue, monkeypatch: pytest.MonkeyPatch, size_bytes: int
 ) -> None:
     """A large message whose file holds something else is damaged, and the next one arrives."""
-    queue, (reader,) = make_queue(n_chunks=4, chunk_bytes=4096)
+    queue, (reader,) = make_queue(n_chunks=4, chunk_bytes=4096, arena_bytes=0)
     real = segment_module.new_frozen_file
 
     def new_garbage(*_: object) -> int:
@@ -493,9 +505,9 @@ def test_scribbled_cursor(make_queue: MakeQueue, value: int) -> None:
     for number in range(2):
         queue.enqueue(number)
         assert number == second.dequeue(PATIENCE_S)
-    layout = first._segment.layout
+    layout = queue._segment.layout
     offset = layout.rank_offset(0) + layout.cursor_in_rank
-    scribble(first._segment.control_descriptor, offset, value)
+    scribble(queue._segment.control_descriptor, offset, value)
     with pytest.raises(ProtocolError, match=rf"rank 0 \(pid {os.getpid()}\) .*out of range"):
         queue.enqueue("lost", PATIENCE_S)
     use(queue, [second])
@@ -512,13 +524,13 @@ def test_scribbled_cursor_is_evicted(
     make_queue: MakeQueue, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With "evict" a damaged cursor is logged by its rank, and the same call publishes."""
-    queue, (first, second) = make_queue(
+    queue, (_, second) = make_queue(
         n_readers=2, n_chunks=1, chunk_bytes=4096, on_reader_loss="evict"
     )
     queue.enqueue(0)
     assert 0 == second.dequeue(PATIENCE_S)
-    layout = first._segment.layout
-    scribble(first._segment.control_descriptor, layout.rank_offset(0), 2**40)
+    layout = queue._segment.layout
+    scribble(queue._segment.control_descriptor, layout.rank_offset(0), 2**40)
     with caplog.at_level(logging.WARNING, "shmcast"):
         queue.enqueue("arrives", PATIENCE_S)
     assert "rank 0" in caplog.text
@@ -526,11 +538,31 @@ def test_scribbled_cursor_is_evicted(
     assert "arrives" == second.dequeue(PATIENCE_S)
 
 
+@pytest.mark.parametrize("value", [2**64 - 1, 2**63, 1000])
+def test_scribbled_given_up_word(make_queue: MakeQueue, value: int) -> None:
+    """A given-up word beyond what was published does not free a block that is being read."""
+    queue, (reader,) = make_queue(
+        n_chunks=8, chunk_bytes=4096, oob_threshold_bytes=1000, arena_bytes="1 MiB"
+    )
+    content = bytes(LARGE_BYTES)
+    queue.enqueue(pickle.PickleBuffer(bytearray(content)))
+    kept = reader.dequeue(PATIENCE_S)
+    layout = queue._segment.layout
+    control = queue._segment.control_descriptor
+    for slot in range(layout.n_slots):
+        scribble(control, layout.rank_given_up_offset(0) + 8 * slot, value)
+    scribble(control, layout.rank_offset(0) + layout.given_ups_in_rank, value)
+    for number in range(1, 5):
+        queue.enqueue(pickle.PickleBuffer(bytearray([number]) * LARGE_BYTES), PATIENCE_S)
+        assert bytes([number]) * LARGE_BYTES == reader.dequeue(PATIENCE_S)
+    assert content == kept
+
+
 def test_everything_scribbled(make_queue: MakeQueue) -> None:
     """A reader that fills the whole control file with ones makes no call crash or hang."""
     queue, (first, second) = make_queue(n_readers=2, n_chunks=2, chunk_bytes=4096)
-    size_bytes = first._segment.layout.control_bytes
-    os.pwrite(first._segment.control_descriptor, b"\xff" * size_bytes, 0)
+    size_bytes = queue._segment.layout.control_bytes
+    os.pwrite(queue._segment.control_descriptor, b"\xff" * size_bytes, 0)
     outcomes = []
     for _ in range(4):
         try:
@@ -544,16 +576,29 @@ def test_everything_scribbled(make_queue: MakeQueue) -> None:
     assert isinstance(queue.stats().lag, tuple)
 
 
-def test_readers_cannot_write_what_others_read(make_queue: MakeQueue) -> None:
+def test_readers_cannot_write_what_others_read(
+    make_queue: MakeQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A reader can change the data file neither through its descriptor nor by a new mapping."""
-    _, (reader,) = make_queue(n_chunks=2, chunk_bytes=4096)
-    file = reader._segment.data_descriptor
-    with pytest.raises(PermissionError):
-        os.pwrite(file, b"x", 0)
-    with pytest.raises(PermissionError):
-        mmap.mmap(file, 4096, flags=mmap.MAP_SHARED, prot=mmap.PROT_WRITE)
+    received: list[int] = []
+    attach = segment_module.Segment.attach
+
+    def keep_and_attach(data: int, control: int) -> segment_module.Segment:
+        received.append(os.dup(data))
+        return attach(data, control)
+
+    monkeypatch.setattr(segment_module.Segment, "attach", keep_and_attach)
+    queue, readers = make_queue(n_chunks=2, chunk_bytes=4096)
+    (file,) = received
+    for offset in (0, queue._segment.layout.chunks_offset, queue._segment.layout.arena_offset):
+        with pytest.raises(PermissionError):
+            os.pwrite(file, b"x", offset)
+        with pytest.raises(PermissionError):
+            mmap.mmap(file, 4096, flags=mmap.MAP_SHARED, prot=mmap.PROT_WRITE, offset=offset)
     with pytest.raises(PermissionError):
         os.ftruncate(file, 0)
+    os.close(file)
+    use(queue, readers)
 
 
 # --- scarce resources -----------------------------------------------------------------------------
@@ -580,7 +625,7 @@ def read_without_descriptors(pipe: Connection, handle: Handle) -> None:
 
 def test_reader_out_of_descriptors(start_child: StartChild) -> None:
     """A reader without room for a descriptor loses that message with an error, and no other one."""
-    with MessageQueue(QueueConfig(n_chunks=4, chunk_bytes=4096)) as queue:
+    with MessageQueue(QueueConfig(n_chunks=4, chunk_bytes=4096, arena_bytes=0)) as queue:
         child = start_child(read_without_descriptors, queue.export_handle(), method="forkserver")
         queue.wait_until_ready(PATIENCE_S)
         queue.enqueue(bytes(LARGE_BYTES))
@@ -611,7 +656,7 @@ def no_more_descriptors() -> Iterator[None]:
 
 def test_writer_out_of_descriptors(make_queue: MakeQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer without room for a descriptor can't publish a large message, and goes on."""
-    queue, readers = make_queue(n_readers=2, n_chunks=4, chunk_bytes=4096)
+    queue, readers = make_queue(n_readers=2, n_chunks=4, chunk_bytes=4096, arena_bytes=0)
     # How much memory is left is not known from before, and can't be asked now.
     monkeypatch.setattr(segment_module, "_budget", type(segment_module._budget)())
     with no_more_descriptors():
@@ -621,6 +666,24 @@ def test_writer_out_of_descriptors(make_queue: MakeQueue, monkeypatch: pytest.Mo
     assert ["small"] * 2 == [reader.dequeue(PATIENCE_S) for reader in readers]
     assert 1 == queue.stats().messages
     use(queue, readers)
+
+
+def test_blocks_need_no_descriptors(make_queue: MakeQueue) -> None:
+    """Large messages in blocks are sent, received, written to and given up without a descriptor."""
+    queue, readers = make_queue(
+        n_readers=2, n_chunks=4, chunk_bytes=4096, oob_threshold_bytes=1000, arena_bytes="1 MiB"
+    )
+    use(queue, readers)
+    with no_more_descriptors():
+        for number in range(50):  # more than the arena can hold at once
+            content = bytes([number]) * LARGE_BYTES
+            queue.enqueue(pickle.PickleBuffer(bytearray(content)), PATIENCE_S)
+            for reader in readers:
+                received = reader.dequeue(PATIENCE_S)
+                assert content == received
+                received[:5] = b"dirty"
+                del received
+    assert 0 == queue.stats().fallbacks
 
 
 def test_reader_attaches_without_descriptors() -> None:
@@ -636,7 +699,7 @@ def test_reader_attaches_without_descriptors() -> None:
 
 def test_full_socket(make_queue: MakeQueue) -> None:
     """Hundreds of unread large messages make the writer wait, and every one of them arrives."""
-    queue, (first, second) = make_queue(n_readers=2, n_chunks=1000, chunk_bytes=1024)
+    queue, (first, second) = make_queue(n_readers=2, n_chunks=1000, chunk_bytes=1024, arena_bytes=0)
 
     def publish(first_number: int, count: int, timeout: float) -> None:
         for number in range(first_number, first_number + count):
@@ -687,10 +750,11 @@ def read_with_little_memory(pipe: Connection, handle: Handle, limit: int) -> Non
         pipe.send(len(message))
 
 
+@pytest.mark.parametrize("arena_bytes", [0, 1 << 30])
 @pytest.mark.parametrize("limit", [resource.RLIMIT_AS, resource.RLIMIT_DATA])
-def test_reader_out_of_address_space(start_child: StartChild, limit: int) -> None:
+def test_reader_out_of_address_space(start_child: StartChild, limit: int, arena_bytes: int) -> None:
     """A reader without memory for a huge message gets MemoryError, and then the next messages."""
-    with MessageQueue(QueueConfig(n_chunks=4, chunk_bytes=4096)) as queue:
+    with MessageQueue(QueueConfig(n_chunks=4, chunk_bytes=4096, arena_bytes=arena_bytes)) as queue:
         handle = queue.export_handle()
         child = start_child(read_with_little_memory, handle, limit, method="forkserver")
         queue.wait_until_ready(PATIENCE_S)
@@ -707,7 +771,9 @@ def test_private_mapping_refused(
     make_queue: MakeQueue, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where the kernel refuses a private mapping, large messages are copied, with a warning."""
-    queue, (reader,) = make_queue(n_chunks=4, chunk_bytes=4096, oob_threshold_bytes=1000)
+    queue, (reader,) = make_queue(
+        n_chunks=4, chunk_bytes=4096, oob_threshold_bytes=1000, arena_bytes=0
+    )
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(12, "Cannot allocate memory")
@@ -719,6 +785,43 @@ def test_private_mapping_refused(
         buffer, whole = reader.dequeue(PATIENCE_S)
     assert "private mapping was refused" in caplog.text
     assert (content, content) == (bytes(buffer), whole)
+
+
+def attach_with_little_address_space(pipe: Connection, handle: Handle) -> None:
+    """Attach with room for one mapping of the arena, and receive and overwrite two messages."""
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shmcast").addHandler(handler)
+    with MessageQueue.create_from_handle(handle, 0) as reader:
+        fields = dict(
+            line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines()
+        )
+        used_bytes = 1024 * int(fields["VmSize"].split()[0])
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (used_bytes + (1536 << 20), hard))
+        reader.wait_until_ready(PATIENCE_S)
+        for _ in range(2):
+            received = reader.dequeue(PATIENCE_S)
+            pipe.send((type(received), bytes(received[:5]), len(received)))
+            received[:5] = b"dirty"
+        pipe.send(texts)
+
+
+def test_private_mapping_of_the_arena_refused(start_child: StartChild) -> None:
+    """A reader that can't map the arena a second time copies the buffers, and warns once."""
+    config = QueueConfig(n_chunks=4, chunk_bytes=4096, oob_threshold_bytes=1000)
+    with MessageQueue(config) as queue:
+        child = start_child(
+            attach_with_little_address_space, queue.export_handle(), method="forkserver"
+        )
+        queue.wait_until_ready(PATIENCE_S)
+        for content in (b"first", b"other"):
+            queue.enqueue(pickle.PickleBuffer(bytearray(content * 20_000)))
+            assert (bytearray, content, LARGE_BYTES) == child.receive()
+        (text,) = child.receive()
+        assert "rank 0 copies large buffers: a private mapping was refused" in text
+        assert 0 == queue.stats().fallbacks
 
 
 # --- not built, not here --------------------------------------------------------------------------

@@ -984,9 +984,22 @@ def test_threshold_zero_takes_every_buffer_with_bytes(make_queue: MakeQueue) -> 
 
 _PATHS: dict[str, dict[str, Any]] = {
     "in the stream": {"n_chunks": 2},
-    "in the chunk": {"n_chunks": 2, "oob_threshold_bytes": 0},
-    "in a memory file": {"n_chunks": 2, "oob_threshold_bytes": 0, "chunk_bytes": 1024},
-    "as a stream in a memory file": {"n_chunks": 2, "chunk_bytes": 1024},
+    "in the chunk": {"n_chunks": 2, "oob_threshold_bytes": 0, "arena_bytes": 0},
+    "in blocks": {"n_chunks": 2, "oob_threshold_bytes": 0, "chunk_bytes": 1024},
+    "in blocks that are copied": {
+        "n_chunks": 2,
+        "oob_threshold_bytes": 0,
+        "chunk_bytes": 1024,
+        "receive": "copy",
+    },
+    "as a stream in a block": {"n_chunks": 2, "chunk_bytes": 1024},
+    "in a memory file": {
+        "n_chunks": 2,
+        "oob_threshold_bytes": 0,
+        "chunk_bytes": 1024,
+        "arena_bytes": 0,
+    },
+    "as a stream in a memory file": {"n_chunks": 2, "chunk_bytes": 1024, "arena_bytes": 0},
 }
 
 
@@ -1065,6 +1078,7 @@ def test_nobody_shares_memory(make_queue: MakeQueue, path: str, n_bytes: int) ->
     stats = queue.stats()
     assert ("file" in path) == (stats.fallbacks == 5)
     assert ("stream" in path) == (stats.oob_buffers == 0)
+    assert ("block" in path) == (stats.blocks_in_use > 0)
 
 
 @pytest.mark.parametrize("path", _PATHS)

@@ -8,6 +8,7 @@ import gc
 import itertools
 import logging
 import math
+import mmap
 import os
 import pickle
 import queue as standard_queue
@@ -50,6 +51,9 @@ from shmcast import (
 from shmcast._ring import image_bytes
 from shmcast.control import LockFile
 from shmcast.pickler import Pickler
+
+#: Where a message goes that fits no chunk: into a memory file, or into the arena.
+on_both_paths = pytest.mark.parametrize("arena_bytes", [0, 16 << 20])
 
 
 def in_thread(function: Callable[..., Any], *arguments: Any) -> concurrent.futures.Future[Any]:
@@ -269,9 +273,12 @@ def test_enqueue_before_the_first_attachment(make_writer: MakeWriter, attach: At
     waiting.result(PATIENCE_S)
 
 
-def test_late_first_attachment_gets_files(make_writer: MakeWriter, attach: Attach) -> None:
-    """A rank that attaches late gets every message from the first, those in memory files too."""
-    queue, handle = make_writer(n_readers=2, n_chunks=8, chunk_bytes=1024)
+@on_both_paths
+def test_late_first_attachment_gets_everything(
+    make_writer: MakeWriter, attach: Attach, arena_bytes: int
+) -> None:
+    """A rank that attaches late gets every message from the first, also in files and blocks."""
+    queue, handle = make_writer(n_readers=2, n_chunks=8, chunk_bytes=1024, arena_bytes=arena_bytes)
     sent = [bytes([number]) * (5000 if number % 2 else 50) for number in range(8)]
     early = attach(handle, 0)
     for message in sent[:4]:
@@ -287,7 +294,7 @@ def test_late_first_attachment_gets_files(make_writer: MakeWriter, attach: Attac
 @pytest.mark.usefixtures("many_descriptors")
 def test_many_files_kept_for_a_late_attachment(make_writer: MakeWriter, attach: Attach) -> None:
     """More kept files than fit a socket reach a late reader in order, and are given back."""
-    queue, handle = make_writer(n_chunks=350, chunk_bytes=1024)
+    queue, handle = make_writer(n_chunks=350, chunk_bytes=1024, arena_bytes=0)
     before = count_descriptors()
     for number in range(350):
         queue.enqueue(number.to_bytes(2) * 600)
@@ -302,21 +309,24 @@ def test_many_files_kept_for_a_late_attachment(make_writer: MakeWriter, attach: 
     assert count_descriptors() < before
 
 
-def test_second_attachment_starts_now(make_queue: MakeQueue, attach: Attach) -> None:
+@on_both_paths
+def test_second_attachment_starts_now(
+    make_queue: MakeQueue, attach: Attach, arena_bytes: int
+) -> None:
     """A rank that attaches again gets what is published from then on, and nothing from before."""
-    queue, (first,) = make_queue(n_chunks=4, chunk_bytes=1024)
+    queue, (first,) = make_queue(n_chunks=4, chunk_bytes=1024, arena_bytes=arena_bytes)
     queue.enqueue("read")
     queue.enqueue("not read")
-    queue.enqueue(b"not read, in a file" * 100)
+    queue.enqueue(b"not read, and large" * 100)
     assert "read" == first.dequeue(PATIENCE_S)
     first.close()
     second = attach(queue.export_handle())
     second.wait_until_ready(PATIENCE_S)
     with pytest.raises(QueueEmpty):
         second.dequeue(timeout=0)
-    queue.enqueue(b"new, in a file" * 100)
+    queue.enqueue(b"new and large" * 100)
     queue.enqueue("new")
-    assert [b"new, in a file" * 100, "new"] == [second.dequeue(PATIENCE_S) for _ in range(2)]
+    assert [b"new and large" * 100, "new"] == [second.dequeue(PATIENCE_S) for _ in range(2)]
 
 
 def attach_again_and_again(pipe: Connection, handle: Handle) -> None:
@@ -629,22 +639,24 @@ def test_timeout_that_is_long(make_queue: MakeQueue, timeout: float | None) -> N
     put.result(PATIENCE_S)
 
 
+@on_both_paths
 @pytest.mark.parametrize("timeout", [0, 0.001, 0.05])
-def test_timeout_loses_nothing(make_queue: MakeQueue, timeout: float) -> None:
+def test_timeout_loses_nothing(make_queue: MakeQueue, timeout: float, arena_bytes: int) -> None:
     """A timeout publishes nothing and takes nothing: the calls after it go on where they were."""
-    queue, (reader,) = make_queue(n_chunks=2, chunk_bytes=1024)
+    queue, (reader,) = make_queue(n_chunks=2, chunk_bytes=1024, arena_bytes=arena_bytes)
     for number in range(5):
         with pytest.raises(QueueEmpty) as empty:
             reader.dequeue(timeout)
         assert isinstance(empty.value, TimeoutError | standard_queue.Empty)
         queue.enqueue((number, "a"))
         queue.enqueue(bytes([number]) * 2000)
-        for message in ("too much", b"too much, in a file" * 100):
+        for message in ("too much", b"too much and large" * 100):
             with pytest.raises(QueueFull) as full:
                 queue.enqueue(message, timeout)
             assert isinstance(full.value, TimeoutError | standard_queue.Full)
             assert (0,) == full.value.ranks
             assert f"rank 0 (pid {os.getpid()}) is 2 messages behind" in str(full.value)
+            assert (1 if arena_bytes else 0) == queue.stats().blocks_in_use
         assert 2 * number + 2 == queue.stats().messages
         assert [(number, "a"), bytes([number]) * 2000] == drain(reader)
 
@@ -691,7 +703,7 @@ def test_timeout_covers_another_thread(make_queue: MakeQueue) -> None:
 
 def test_timeout_between_the_files_of_two_readers(make_queue: MakeQueue) -> None:
     """A large message that reached only one reader's socket in time is not seen there."""
-    queue, (quick, slow) = make_queue(n_readers=2, n_chunks=1000, chunk_bytes=1024)
+    queue, (quick, slow) = make_queue(n_readers=2, n_chunks=1000, chunk_bytes=1024, arena_bytes=0)
     sent = []
     for number in range(1000):
         message = number.to_bytes(2) * 600
@@ -1227,7 +1239,11 @@ def fail() -> None:
 
 def test_failing_messages_cost_nothing(make_queue: MakeQueue) -> None:
     """What pickling or loading raises passes through, and the queue goes on."""
+    import torch
+
     queue, (reader,) = make_queue(n_chunks=1)
+    # Copied into a block while it is pickled.
+    strided = torch.frombuffer(bytearray(4 << 20), dtype=torch.uint8)[::2]
 
     class Fails:
         def __init__(self, *, in_pickling: bool) -> None:
@@ -1240,13 +1256,15 @@ def test_failing_messages_cost_nothing(make_queue: MakeQueue) -> None:
 
     for number in range(3):
         with pytest.raises(ZeroDivisionError, match="while pickling"):
-            queue.enqueue([number, Fails(in_pickling=True)])
-        assert 2 * number == queue.stats().messages
-        queue.enqueue([number, Fails(in_pickling=False)])
+            queue.enqueue([number, strided, Fails(in_pickling=True)])
+        assert (2 * number, 0) == (queue.stats().messages, queue.stats().blocks_in_use)
+        queue.enqueue([number, strided, Fails(in_pickling=False)])
         with pytest.raises(LookupError, match="while loading"):
             reader.dequeue(PATIENCE_S)
         assert number == round_trip(queue, reader, number)
     assert 6 == reader.stats().messages
+    queue.enqueue([strided])  # which looks at what was given up
+    assert 1 == queue.stats().blocks_in_use
 
 
 # --- large and odd messages -----------------------------------------------------------------------
@@ -1257,11 +1275,18 @@ def size_of(message: Any, threshold_bytes: int = 1 << 20) -> int:
     return image_bytes(*Pickler(threshold_bytes).dumps(message))
 
 
+@on_both_paths
 @pytest.mark.parametrize("n_chunks", [1, 2, 5])
-def test_messages_larger_than_a_chunk(make_queue: MakeQueue, n_chunks: int) -> None:
+def test_messages_larger_than_a_chunk(
+    make_queue: MakeQueue, n_chunks: int, arena_bytes: int
+) -> None:
     """Messages that fit no chunk arrive in order between those that do, in rings of any size."""
     queue, readers = make_queue(
-        n_readers=2, n_chunks=n_chunks, chunk_bytes=1024, oob_threshold_bytes=512
+        n_readers=2,
+        n_chunks=n_chunks,
+        chunk_bytes=1024,
+        oob_threshold_bytes=512,
+        arena_bytes=arena_bytes,
     )
     choice = random.Random(n_chunks)
     sizes = [choice.choice((1, 500, 600, 1100, 5000, 100_000)) for _ in range(60)]
@@ -1276,24 +1301,31 @@ def test_messages_larger_than_a_chunk(make_queue: MakeQueue, n_chunks: int) -> N
     reading = [in_thread(read, reader) for reader in readers]
     for message in sent:
         queue.enqueue(message, timeout=PATIENCE_S)
-    expected_fallbacks = sum(size_of(message, 512) > 1024 for message in sent)
-    assert 0 < expected_fallbacks < 60
+    n_large = sum(size_of(message, 512) > 1024 for message in sent)
+    assert 0 < n_large < 60
+    expected_fallbacks = 0 if arena_bytes else n_large
     assert expected_fallbacks == queue.stats().fallbacks
     queue.close()
     assert [[bytes(message) for message in sent]] * 2 == [f.result(PATIENCE_S) for f in reading]
     assert [expected_fallbacks] * 2 == [reader.stats().fallbacks for reader in readers]
 
 
+@on_both_paths
 @pytest.mark.parametrize("chunk_bytes", ["1 KiB", "16 MiB"])
-def test_more_buffers_than_16_bits(make_queue: MakeQueue, chunk_bytes: str) -> None:
-    """More than 65,535 buffers in one message arrive, in a chunk and in a file."""
-    queue, (reader,) = make_queue(n_chunks=1, chunk_bytes=chunk_bytes, oob_threshold_bytes=0)
+def test_more_buffers_than_16_bits(
+    make_queue: MakeQueue, chunk_bytes: str, arena_bytes: int
+) -> None:
+    """More than 65,535 buffers in one message arrive, in a chunk, in a block and in a file."""
+    queue, (reader,) = make_queue(
+        n_chunks=1, chunk_bytes=chunk_bytes, oob_threshold_bytes=0, arena_bytes=arena_bytes
+    )
     numbers = range(70_000)
     sent = [pickle.PickleBuffer(number.to_bytes(3)) for number in numbers]
     got = round_trip(queue, reader, sent)
     assert list(numbers) == [int.from_bytes(memoryview(part)) for part in got]
     assert 70_000 == queue.stats().oob_buffers == reader.stats().oob_buffers
-    assert (chunk_bytes == "1 KiB") == queue.stats().fallbacks
+    assert (chunk_bytes == "1 KiB" and not arena_bytes) == queue.stats().fallbacks
+    assert (chunk_bytes == "1 KiB" and arena_bytes > 0) == queue.stats().blocks_in_use
 
 
 def test_sizes_around_the_ring(make_queue: MakeQueue) -> None:
@@ -1311,10 +1343,20 @@ def test_sizes_around_the_ring(make_queue: MakeQueue) -> None:
     assert 9000 == queue.stats().messages == reader.stats().messages
 
 
-def test_received_is_the_readers_own(make_queue: MakeQueue) -> None:
+@pytest.mark.parametrize("receive", ["private", "copy"])
+@on_both_paths
+def test_received_is_the_readers_own(make_queue: MakeQueue, arena_bytes: int, receive: str) -> None:
     """What was received is unaffected by the writer, by its ring and by other readers."""
-    queue, readers = make_queue(n_readers=2, n_chunks=1, chunk_bytes=8192, oob_threshold_bytes=100)
-    for size in (50, 4000, 50_000):  # in the stream, in the chunk, in a file
+    queue, readers = make_queue(
+        n_readers=2,
+        n_chunks=1,
+        chunk_bytes=8192,
+        oob_threshold_bytes=100,
+        arena_bytes=arena_bytes,
+        receive=receive,
+    )
+    # In the stream, in the chunk, in a block with the image or else a file, in blocks or a file.
+    for size in (50, 4000, 50_000, 100_000):
         array = np.full(size, 7, np.uint8)
         raw = bytearray(array)
         queue.enqueue([array, pickle.PickleBuffer(raw)])
@@ -1334,9 +1376,15 @@ def test_received_is_the_readers_own(make_queue: MakeQueue) -> None:
     assert np.full(size, 7, np.uint8).tobytes() == second[0].tobytes() == bytes(second[1])
 
 
-def test_read_only_array_stays_read_only(make_queue: MakeQueue) -> None:
+@pytest.mark.parametrize("receive", ["private", "copy"])
+@on_both_paths
+def test_read_only_array_stays_read_only(
+    make_queue: MakeQueue, arena_bytes: int, receive: str
+) -> None:
     """A numpy array arrives writable or read-only as it was sent, on every path."""
-    queue, (reader,) = make_queue(chunk_bytes=8192, oob_threshold_bytes=100)
+    queue, (reader,) = make_queue(
+        chunk_bytes=8192, oob_threshold_bytes=100, arena_bytes=arena_bytes, receive=receive
+    )
     for size in (50, 4000, 50_000):
         for is_writable in (True, False):
             array = np.arange(size)
@@ -1376,15 +1424,18 @@ def test_option_local_reader_ranks(make_queue: MakeQueue) -> None:
             assert mixed.export_handle().endpoint is not None
 
 
+@on_both_paths
 @pytest.mark.parametrize("chunk_bytes", [1024, 1500, 100_000])
-def test_option_chunk_bytes(make_queue: MakeQueue, chunk_bytes: int) -> None:
-    """An image of up to chunk_bytes goes into a chunk, a larger one into a file of its own."""
-    queue, (reader,) = make_queue(chunk_bytes=chunk_bytes, n_chunks=2)
+def test_option_chunk_bytes(make_queue: MakeQueue, chunk_bytes: int, arena_bytes: int) -> None:
+    """An image of up to chunk_bytes goes into a chunk, a larger one into a block or a file."""
+    queue, (reader,) = make_queue(chunk_bytes=chunk_bytes, n_chunks=2, arena_bytes=arena_bytes)
     payload = bytes(chunk_bytes - (size_of(b"x" * chunk_bytes) - chunk_bytes))
     assert chunk_bytes == size_of(payload)
-    for message, fallbacks in ((payload[1:], 0), (payload, 0), (payload + b"x", 1)):
+    for message, is_large in ((payload[1:], False), (payload, False), (payload + b"x", True)):
         assert message == round_trip(queue, reader, message)
+        fallbacks = is_large and not arena_bytes
         assert fallbacks == queue.stats().fallbacks == reader.stats().fallbacks
+        assert (is_large and arena_bytes > 0) == queue.stats().blocks_in_use
 
 
 @pytest.mark.parametrize("n_chunks", [1, 3, 64])
@@ -1418,12 +1469,17 @@ def test_option_oob_threshold_bytes(make_queue: MakeQueue) -> None:
         assert 2 * edge + 1 == reader.stats().oob_bytes
 
 
-def test_option_oob_threshold_above_the_chunk(make_queue: MakeQueue) -> None:
-    """A threshold above chunk_bytes keeps a buffer in a stream that takes a file."""
-    queue, (reader,) = make_queue(chunk_bytes=1024, oob_threshold_bytes=1 << 40)
-    array = np.arange(5000)
+@on_both_paths
+def test_option_oob_threshold_above_the_chunk(make_queue: MakeQueue, arena_bytes: int) -> None:
+    """A threshold above chunk_bytes keeps a buffer in a stream that takes a block or a file."""
+    queue, (reader,) = make_queue(
+        chunk_bytes=1024, oob_threshold_bytes=1 << 40, arena_bytes=arena_bytes
+    )
+    array = np.arange(50_000)
     assert array.tobytes() == round_trip(queue, reader, array).tobytes()
-    assert (0, 1) == (queue.stats().oob_buffers, queue.stats().fallbacks)
+    stats = queue.stats()
+    expected = (0, 1, 0) if arena_bytes else (0, 0, 1)
+    assert expected == (stats.oob_buffers, stats.blocks_in_use, stats.fallbacks)
 
 
 def cpu_s(call: Callable[[], Any], error: type[Exception]) -> float:
@@ -1565,9 +1621,16 @@ def test_option_warn_after_s_is_long(
 # --- stats and repr -------------------------------------------------------------------------------
 
 
-def test_stats(make_queue: MakeQueue) -> None:
+@on_both_paths
+def test_stats(make_queue: MakeQueue, arena_bytes: int) -> None:
     """`stats()` of both ends count messages, bytes, buffers, files and lag alike, on every path."""
-    queue, readers = make_queue(n_readers=2, n_chunks=4, chunk_bytes=4096, oob_threshold_bytes=1000)
+    queue, readers = make_queue(
+        n_readers=2,
+        n_chunks=4,
+        chunk_bytes=4096,
+        oob_threshold_bytes=1000,
+        arena_bytes=arena_bytes,
+    )
     sent = ["small", np.zeros(1000, np.uint8), b"x" * 5000, [np.zeros(3000, np.uint8)] * 2]
     n_bytes = 0
     for message in sent:
@@ -1581,9 +1644,11 @@ def test_stats(make_queue: MakeQueue) -> None:
         stats.oob_buffers,
         stats.oob_bytes,
     )
-    assert (0, 0, 1, 0) == (
+    block_bytes = -(-5000 // mmap.PAGESIZE) * mmap.PAGESIZE
+    assert ((1, block_bytes, (1, 1), 0, 0) if arena_bytes else (0, 0, (0, 0), 1, 0)) == (
         stats.blocks_in_use,
         stats.arena_bytes_in_use,
+        stats.blocks_held,
         stats.fallbacks,
         stats.losses,
     )
@@ -1593,13 +1658,20 @@ def test_stats(make_queue: MakeQueue) -> None:
         readers[0].dequeue(PATIENCE_S)
     assert (0, 4) == queue.stats().lag
     got = readers[0].stats()
-    assert (4, n_bytes, 2, 4000, 1, 0) == (
+    assert (4, n_bytes, 2, 4000, 0 if arena_bytes else 1, 0) == (
         got.messages,
         got.bytes,
         got.oob_buffers,
         got.oob_bytes,
         got.fallbacks,
         got.lag,
+    )
+    readers[1].dequeue(PATIENCE_S)
+    queue.enqueue(b"x" * 5000)  # which looks at what was given up
+    stats = queue.stats()
+    assert ((2, (1, 2)) if arena_bytes else (0, (0, 0))) == (
+        stats.blocks_in_use,
+        stats.blocks_held,
     )
 
 

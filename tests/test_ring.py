@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import mmap
 import os
 import random
 import signal
@@ -48,8 +49,10 @@ from shmcast.segment import Segment, new_memory_file
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 
 WORD = struct.Struct("=Q")
-HEADER = struct.Struct("=QQQQ")
-KIND_HERE, KIND_FILE = 1, 2
+HEADER = struct.Struct("=QQQQQ")
+ENTRY_BYTES = 24  # a buffer's length, offset and slot
+KIND_HERE, KIND_FILE, KIND_BLOCK = 1, 2, 3
+PAGE = mmap.PAGESIZE
 SLEEP_NS = int(10 * PATIENCE_S * 1e9)  # longer than a test may last
 
 
@@ -86,6 +89,40 @@ class Ring:
             self.reserve(size_bytes)
         return Claim(self.writer.try_publish([stream], views, True))
 
+    def publish_in_blocks(
+        self, stream: bytes, *buffers: bytes, image_at: int | None = None
+    ) -> None:
+        """
+        Publish a message whose buffers lie in blocks of the arena, a page for each.
+
+        Args:
+            stream: its stream.
+            buffers: buffer i takes the slot i, and page i of the arena.
+            image_at: the slot and page of the image, or None if it lies in the chunk.
+        """
+        views = [memoryview(buffer) for buffer in buffers]
+        places = [(self.layout.arena_offset + slot * PAGE, slot) for slot in range(len(buffers))]
+        self.segment.reserve_arena(self.layout.arena_offset, self.layout.arena_bytes)
+        for (offset, _), view in zip(places, views, strict=True):
+            self.writer.copy_to_block(offset, view)
+        self.reserve(IMAGE_HEADER_BYTES if image_at is not None else 1024)
+        block = None if image_at is None else self.place(image_at)
+        descriptor = self.segment.data_descriptor
+        self.writer.publish([stream], views, places, block, [], descriptor)
+
+    def place(self, slot: int) -> tuple[int, int]:
+        """The place of the block in this slot, as `publish_in_blocks` has it."""
+        return self.layout.arena_offset + slot * PAGE, slot
+
+    def lease(self) -> None:
+        """Have every reader lease blocks."""
+        for reader in self.readers:
+            assert reader.lease_from(self.segment.data_descriptor)
+
+    def given_up(self, *slots: int, rank: int = 0) -> list[int]:
+        """The last uses of these slots that the rank has given up."""
+        return [self.writer.given_up(slot, rank) for slot in slots]
+
     def set_data_word(self, offset: int, value: int) -> None:
         self.data[offset : offset + 8] = WORD.pack(value)
 
@@ -99,9 +136,13 @@ class Ring:
 
 
 @contextlib.contextmanager
-def ring_of(*, n_readers: int = 1, n_chunks: int = 2, chunk_bytes: int = 1024) -> Iterator[Ring]:
+def ring_of(
+    *, n_readers: int = 1, n_chunks: int = 2, chunk_bytes: int = 1024, arena_bytes: int = 0
+) -> Iterator[Ring]:
     """A ring whose readers are all admitted from the first message on."""
-    config = QueueConfig(n_readers=n_readers, n_chunks=n_chunks, chunk_bytes=chunk_bytes)
+    config = QueueConfig(
+        n_readers=n_readers, n_chunks=n_chunks, chunk_bytes=chunk_bytes, arena_bytes=arena_bytes
+    )
     with contextlib.ExitStack() as segments:
         segment = Segment.create(Layout.of(config))
         segments.callback(segment.close_descriptors)
@@ -177,10 +218,22 @@ def test_image_buffers_are_aligned(message: tuple[list[bytes], list[bytes]]) -> 
 
 def test_image_bytes_by_hand() -> None:
     """The size of an image is that of header, table and stream, then each buffer after padding."""
-    assert 32 == IMAGE_HEADER_BYTES == image_bytes([], [])
-    assert 32 + 3 == image_bytes([b"ab", b"c"], [])
-    assert 128 + 1 == image_bytes([b"x" * 25], [memoryview(b"y")])
-    assert 64 + 64 + 2 == image_bytes([b"x"], [memoryview(b"y" * 64), memoryview(b"zz")])
+    assert 40 == IMAGE_HEADER_BYTES == image_bytes([], [])
+    assert 40 + 3 == image_bytes([b"ab", b"c"], [])
+    assert 64 + 1 == image_bytes([], [memoryview(b"y")])
+    assert 128 + 1 == image_bytes([b"x"], [memoryview(b"y")])
+    assert 128 + 64 + 2 == image_bytes([b"x"], [memoryview(b"y" * 64), memoryview(b"zz")])
+
+
+def test_image_bytes_without_blocks() -> None:
+    """A buffer that has a block takes an entry in the image's table, and nothing else of it."""
+    views = [memoryview(b"y" * 5000), memoryview(b"zz"), memoryview(b"y" * 5000)]
+    places = [(PAGE, 0), None, (3 * PAGE, 1)]
+    assert 40 + 24 == image_bytes([], views[:1], places[:1])
+    assert 128 + 2 == image_bytes([b"x"], views, places)
+    for wrong in (places[:2], [*places, None]):
+        with pytest.raises(ValueError, match="places for 3 buffers"):
+            image_bytes([], views, wrong)
 
 
 def test_read_image_gives_views() -> None:
@@ -207,7 +260,7 @@ interesting_words = st.one_of(
 @settings(max_examples=300)
 @given(
     messages,
-    st.lists(st.tuples(st.integers(0, 12), interesting_words), max_size=4),
+    st.lists(st.tuples(st.integers(0, 22), interesting_words), max_size=4),
     st.lists(st.tuples(st.integers(0, 600), st.integers(0, 255)), max_size=4),
     st.integers(0, 1000),
 )
@@ -230,15 +283,24 @@ def test_read_image_of_damaged_bytes(
         stream, buffers = read_image(image, 7)
     except ProtocolError:
         return
-    table_bytes = 8 * len(buffers)
-    assert 32 + table_bytes + len(stream) + sum(map(len, buffers)) <= len(image)
+    table_bytes = ENTRY_BYTES * len(buffers)
+    assert 40 + table_bytes + len(stream) + sum(map(len, buffers)) <= len(image)
 
 
 @pytest.mark.parametrize("n_buffers", [1, 2**61, 2**61 + 1, 2**64 - 1])
 def test_read_image_of_too_many_buffers(n_buffers: int) -> None:
     """A count of buffers whose table would not fit is refused before any length of it is read."""
-    with pytest.raises(ProtocolError, match=f"{n_buffers} buffers in 32 bytes"):
-        read_image(HEADER.pack(0, KIND_HERE, 0, n_buffers), 0)
+    with pytest.raises(ProtocolError, match=f"{n_buffers} buffers in 40 bytes"):
+        read_image(HEADER.pack(0, KIND_HERE, 0, n_buffers, 0), 0)
+
+
+@pytest.mark.parametrize("offset", [1, 64, PAGE, 2**63, 2**64 - 1])
+def test_read_image_with_a_block(offset: int) -> None:
+    """An image of a memory file whose table names a block is refused: it has none."""
+    image = image_of(0, [b"s"], [b"buffer"])
+    WORD.pack_into(image, 40 + 8, offset)
+    with pytest.raises(ProtocolError, match="a block of 6 bytes"):
+        read_image(image, 0)
 
 
 # --- the writer's side ----------------------------------------------------------------------------
@@ -292,7 +354,7 @@ def test_claim_at_the_edge_of_a_chunk(chunk_bytes: int) -> None:
         assert Claim.DONE == ring.publish(first)
         assert second == ring.data[after : after + 16]
         assert (first, []) == taken(ring.readers[0])
-        fitting = chunk_bytes - 64
+        fitting = chunk_bytes - 128
         assert Claim.TOO_LARGE == ring.publish(b"s", b"b" * (fitting + 1))
         assert Claim.DONE == ring.publish(b"s", b"b" * fitting)
         assert (b"s", [b"b" * fitting]) == taken(ring.readers[0])
@@ -307,21 +369,21 @@ def test_claim_reserves_first() -> None:
         assert Claim.RESERVE == ring.writer.try_claim(101, True)
         assert Claim.RESERVE == ring.writer.try_publish([b"x" * 100], [], True)
         assert 0 == ring.writer.messages
-        assert Claim.DONE == ring.writer.try_publish([b"x" * 68], [], True)
-        assert Claim.RESERVE == ring.writer.try_claim(32, True)  # it was the first chunk's
+        assert Claim.DONE == ring.writer.try_publish([b"x" * 60], [], True)
+        assert Claim.RESERVE == ring.writer.try_claim(40, True)  # it was the first chunk's
 
 
 def test_claim_says_look() -> None:
     """A claim says LOOK before anything else, once the pause is over and unless it was done."""
     with ring_of() as ring:
         ring.reserve(1024)
-        assert Claim.LOOK == ring.writer.try_claim(32, False)
+        assert Claim.LOOK == ring.writer.try_claim(40, False)
         assert Claim.LOOK == ring.writer.try_publish([b"x"], [])
-        assert Claim.DONE == ring.writer.try_claim(32, True)
+        assert Claim.DONE == ring.writer.try_claim(40, True)
         ring.writer.look_again_in(SLEEP_NS)
-        assert Claim.DONE == ring.writer.try_claim(32, False)
+        assert Claim.DONE == ring.writer.try_claim(40, False)
         ring.writer.look_again_in(0)
-        assert Claim.LOOK == ring.writer.try_claim(32, False)
+        assert Claim.LOOK == ring.writer.try_claim(40, False)
 
 
 def test_claim_without_readers() -> None:
@@ -349,9 +411,10 @@ def test_admit_says_where_to_start() -> None:
         assert 2 == ring.cursor(0)
 
 
-def test_rank_out_of_range() -> None:
+@pytest.mark.parametrize("arena_bytes", [0, 8 * PAGE])
+def test_rank_out_of_range(arena_bytes: int) -> None:
     """A rank that the queue has not is a ValueError, never a store beyond the table."""
-    with ring_of(n_readers=2) as ring:
+    with ring_of(n_readers=2, arena_bytes=arena_bytes) as ring:
         for rank in (-1, 2, 1 << 20):
             for call in (ring.writer.new_epoch, ring.writer.has_left, ring.writer.strike):
                 with pytest.raises(ValueError, match="no rank"):
@@ -588,17 +651,27 @@ def test_reader_counters() -> None:
         assert (27, 3, 17) == (reader.bytes, reader.oob_buffers, reader.oob_bytes)
 
 
-@settings(max_examples=300)
+@pytest.mark.parametrize("receive", ["without arena", "copy", "private"])
+@settings(max_examples=150)
 @given(
     messages,
-    st.lists(st.tuples(st.integers(0, 12), interesting_words), min_size=1, max_size=4),
+    st.lists(
+        st.tuples(
+            st.integers(0, 22), interesting_words | st.integers(0, 12).map(lambda page: page * PAGE)
+        ),
+        min_size=1,
+        max_size=4,
+    ),
 )
 def test_take_from_a_damaged_chunk(
-    message: tuple[list[bytes], list[bytes]], words: list[tuple[int, int]]
+    receive: str, message: tuple[list[bytes], list[bytes]], words: list[tuple[int, int]]
 ) -> None:
-    """A damaged chunk gives a ProtocolError or parts that fit a chunk, and hurts no later one."""
-    with ring_of() as ring:
+    """A damaged chunk gives a ProtocolError or parts that fit their place, and hurts no later."""
+    arena_bytes = 0 if receive == "without arena" else 8 * PAGE
+    with ring_of(arena_bytes=arena_bytes) as ring:
         reader = ring.readers[0]
+        if receive == "private":
+            ring.lease()
         ring.publish(b"".join(message[0]), *message[1])
         ring.publish(b"next")
         for index, word in words:
@@ -610,9 +683,224 @@ def test_take_from_a_damaged_chunk(
         else:
             if not isinstance(parts, int):
                 stream, buffers = parts if isinstance(parts, tuple) else (parts, [])
-                assert 1024 >= 32 + 8 * len(buffers) + len(stream) + sum(map(len, buffers))
+                sizes = [len(stream), *map(len, buffers)]
+                if not arena_bytes:
+                    assert 1024 >= 40 + ENTRY_BYTES * len(buffers) + sum(sizes)
+                assert max(1024, arena_bytes) >= max(sizes)
+                for buffer in buffers:
+                    bytes(buffer)
         assert reader.release()
         assert (b"next", []) == taken(reader)
+
+
+# --- blocks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("image_at", [None, 2])
+@pytest.mark.parametrize("is_leased", [False, True])
+def test_take_of_blocks(is_leased: bool, image_at: int | None) -> None:
+    """A message in blocks arrives whole and is counted like any other, copied or leased."""
+    with ring_of(arena_bytes=8 * PAGE, chunk_bytes=1024) as ring:
+        if is_leased:
+            ring.lease()
+        ring.publish_in_blocks(b"stream", b"a" * PAGE, b"b" * 70, image_at=image_at)
+        assert (b"stream", [b"a" * PAGE, b"b" * 70]) == taken(ring.readers[0])
+        expected = 1, 6 + PAGE + 70, 2, PAGE + 70
+        for end in (ring.writer, ring.readers[0]):
+            assert expected == (end.messages, end.bytes, end.oob_buffers, end.oob_bytes)
+
+
+@pytest.mark.parametrize("image_at", [None, 1])
+def test_copied_blocks_are_given_up_with_the_chunk(image_at: int | None) -> None:
+    """A reader that copies gives every block of a message up when it releases it, not before."""
+    with ring_of(n_readers=2, arena_bytes=8 * PAGE) as ring:
+        for use in (1, 2):
+            ring.publish_in_blocks(b"s", b"a" * PAGE, image_at=image_at)
+            _, (buffer,) = ring.readers[0].try_take()
+            assert [use - 1, use - 1 if image_at else 0] == ring.given_up(0, 1)
+            assert ring.readers[0].release()
+            assert [use, use if image_at else 0] == ring.given_up(0, 1)
+            assert use - 1 == ring.writer.given_up(0, 1)
+            ring.data[ring.layout.arena_offset] = 0
+            assert b"a" * PAGE == buffer
+            taken(ring.readers[1])
+
+
+@pytest.mark.parametrize("is_released_first", [False, True])
+def test_leased_blocks_are_given_up_with_the_lease(is_released_first: bool) -> None:
+    """A leased block is given up when the chunk is released and its last view has gone."""
+    with ring_of(arena_bytes=8 * PAGE) as ring:
+        ring.lease()
+        reader = ring.readers[0]
+        ring.publish_in_blocks(b"s", b"a" * PAGE, b"b" * PAGE)
+        _, (first, second) = reader.try_take()
+        part = first[10:20]
+        del first
+        if is_released_first:
+            assert reader.release()
+            assert [0, 0] == ring.given_up(0, 1)
+            del second
+            assert [0, 1] == ring.given_up(0, 1)
+            assert b"a" * 10 == part
+            del part
+        else:
+            del part, second
+            assert [0, 0] == ring.given_up(0, 1)
+            assert reader.release()
+        assert [1, 1] == ring.given_up(0, 1)
+        assert 2 == ring.writer.given_ups
+
+
+def test_lease_of_a_message_that_is_taken_again() -> None:
+    """A message that is taken twice before its release has one set of leases, given up once."""
+    with ring_of(arena_bytes=8 * PAGE) as ring:
+        ring.lease()
+        reader = ring.readers[0]
+        ring.publish_in_blocks(b"s", b"a" * PAGE)
+        first, second = reader.try_take(), reader.try_take()
+        assert first is second
+        assert reader.release()
+        assert [0] == ring.given_up(0)
+        del first
+        assert [0] == ring.given_up(0)
+        assert b"a" * PAGE == second[1][0]
+        del second
+        assert [1] == ring.given_up(0)
+        assert 1 == ring.writer.given_ups
+
+
+def test_what_is_written_to_a_lease() -> None:
+    """What a reader writes is seen by nobody else, and not in the next use of the block."""
+    with ring_of(n_readers=2, arena_bytes=8 * PAGE) as ring:
+        ring.lease()
+        for content in (b"a", b"b", b"c"):
+            ring.publish_in_blocks(b"s", content * (3 * PAGE))
+            (_, (first,)), (_, (second,)) = [reader.try_take() for reader in ring.readers]
+            assert content * (3 * PAGE) == first == second
+            first[PAGE + 5 : PAGE + 9] = b"mine"
+            assert content * (3 * PAGE) == second
+            start = ring.layout.arena_offset
+            assert content * (3 * PAGE) == ring.data[start : start + 3 * PAGE]
+            assert b"mine" == first[PAGE + 5 : PAGE + 9]
+            assert [True, True] == [reader.release() for reader in ring.readers]
+            del first, second
+
+
+def test_kept_leases() -> None:
+    """Leases that are kept for good stay as they are while their blocks are used again."""
+    with ring_of(arena_bytes=8 * PAGE) as ring:
+        ring.lease()
+        reader = ring.readers[0]
+        ring.publish_in_blocks(b"s", b"a" * PAGE, b"b" * PAGE)
+        _, (first, second) = reader.try_take()
+        second[:1] = b"X"
+        assert reader.release()
+        reader.keep_leases()
+        assert [1, 1] == ring.given_up(0, 1)
+        start = ring.layout.arena_offset
+        ring.data[start : start + 2 * PAGE] = b"c" * (2 * PAGE)
+        assert (b"a" * PAGE, b"X" + b"b" * (PAGE - 1)) == (first, second)
+        del first, second
+        assert 2 == ring.writer.given_ups
+
+
+def test_no_lease_of_what_is_older_than_the_guard() -> None:
+    """Where the private mapping does not follow the file, as after mlockall, blocks are copied."""
+    with ring_of(arena_bytes=8 * PAGE) as ring:
+        ring.lease()
+        reader = ring.readers[0]
+        ring.publish_in_blocks(b"s", b"a" * PAGE)
+        _, (leased,) = reader.try_take()
+        assert reader.release()
+        # The same that a private page of the guard would show: the word of an earlier message.
+        ring.publish_in_blocks(b"s", b"a" * PAGE, b"b" * PAGE)
+        ring.set_data_word(ring.layout.guard_offset, 1)
+        _, buffers = reader.try_take()
+        assert [memoryview, bytearray, bytearray] == [type(part) for part in (leased, *buffers)]
+        assert b"b" * PAGE == buffers[1]
+        assert reader.release()
+        assert [2] == ring.given_up(1)
+
+
+@pytest.mark.parametrize(
+    ("first_page", "size_bytes", "slot"),
+    [(-1, 1, 0), (0, 8 * PAGE + 1, 0), (8, 1, 0), (9, 0, 0), (0, 1, 8), (0, 1, 2**64 - 1)],
+)
+def test_block_outside_the_arena(first_page: int, size_bytes: int, slot: int) -> None:
+    """A block that lies outside the arena or has no slot is refused when written and when read."""
+    with ring_of(arena_bytes=8 * PAGE) as ring:
+        offset = ring.layout.arena_offset + first_page * PAGE
+        if slot == 0:
+            for call in (ring.writer.block_view, ring.writer.draft):
+                with pytest.raises(ProtocolError, match=f"a block of {size_bytes} bytes"):
+                    call(offset, size_bytes)
+            with pytest.raises(ProtocolError, match=f"a block of {size_bytes} bytes"):
+                ring.writer.copy_to_block(offset, memoryview(bytes(size_bytes)))
+        for is_image in (False, True):
+            sequence = ring.writer.messages
+            ring.publish(b"s", b"b")
+            chunk = ring.layout.chunk_offset(sequence)
+            if is_image:
+                head = HEADER.pack(sequence, KIND_BLOCK, offset, size_bytes, slot)
+                ring.data[chunk : chunk + 40] = head
+            else:
+                for index, word in enumerate((size_bytes, offset, slot)):
+                    ring.set_data_word(chunk + 40 + 8 * index, word)
+            with pytest.raises(ProtocolError, match=f"a block of {size_bytes} bytes"):
+                ring.readers[0].try_take()
+            assert ring.readers[0].release()
+
+
+def test_no_blocks_without_an_arena() -> None:
+    """A message that names a block of a queue without an arena is damaged."""
+    with ring_of() as ring:
+        ring.publish(b"s", b"b")
+        ring.set_data_word(ring.layout.chunk_offset(0) + 40 + 8, ring.layout.data_bytes)
+        with pytest.raises(ProtocolError, match="a block of 1 bytes"):
+            ring.readers[0].try_take()
+
+
+def test_slot_or_rank_out_of_range() -> None:
+    """A given-up word of a slot or a rank that the queue has not is a ValueError."""
+    with ring_of(n_readers=2, arena_bytes=8 * PAGE) as ring:
+        for slot, rank in ((-1, 0), (8, 0), (0, -1), (0, 2), (2**31 - 1, 0)):
+            with pytest.raises(ValueError, match="no slot"):
+                ring.writer.given_up(slot, rank)
+
+
+def test_expected_ranks() -> None:
+    """The ranks that a message is for are those that are admitted or never attached."""
+    with ring_of(n_readers=3) as ring:
+        assert [0, 1, 2] == ring.writer.expected_ranks()
+        ring.writer.strike(1)
+        assert [0, 2] == ring.writer.expected_ranks()
+        ring.writer.new_epoch(1)
+        ring.writer.admit(1, False)
+        assert [0, 1, 2] == ring.writer.expected_ranks()
+
+
+def test_draft_is_shared_until_it_is_published() -> None:
+    """What is written to a draft is the message; what is written afterwards is seen by nobody."""
+    with ring_of(arena_bytes=8 * PAGE) as ring:
+        ring.lease()
+        ring.segment.reserve_arena(ring.layout.arena_offset, ring.layout.arena_bytes)
+        draft = ring.writer.draft(ring.layout.arena_offset, 2 * PAGE)
+        view = memoryview(draft)
+        view[:] = b"a" * (2 * PAGE)
+        ring.reserve(1024)
+        descriptor = ring.segment.data_descriptor
+        assert not draft.is_detached
+        ring.writer.publish([b"s"], [view], [ring.place(0)], None, [draft], descriptor)
+        assert draft.is_detached
+        view[:5] = b"later"
+        _, (got,) = ring.readers[0].try_take()
+        assert b"a" * (2 * PAGE) == got
+        assert b"later" + b"a" * (2 * PAGE - 5) == view
+        got[:4] = b"mine"
+        assert b"later" == view[:5]
+        del view, draft
+        assert 1 == ring.writer.given_ups
+        assert b"mine" == got[:4]
 
 
 def test_take_of_another_number() -> None:
@@ -756,13 +1044,16 @@ def handler_of(number: int, handle: Callable[[], object]) -> Iterator[None]:
         signal.signal(number, before)
 
 
-def interrupt() -> None:
-    raise Interrupted
-
-
 def test_signal_ends_a_wait() -> None:
     """What a signal handler raises ends the wait of either end."""
-    with ring_of(n_chunks=1) as ring, handler_of(signal.SIGUSR1, interrupt):
+    interrupted = threading.Event()
+
+    def interrupt_once() -> None:
+        if not interrupted.is_set():
+            interrupted.set()
+            raise Interrupted
+
+    with ring_of(n_chunks=1) as ring, handler_of(signal.SIGUSR1, interrupt_once):
         main = threading.get_ident()
         offsets = (
             (ring.control, ring.layout.rank_offset(0) + 8),
@@ -775,8 +1066,11 @@ def test_signal_ends_a_wait() -> None:
 
             def send(memory: Any = memory, offset: int = offset) -> None:
                 wait_for_mark(memory, offset, threading.main_thread())
-                signal.pthread_kill(main, signal.SIGUSR1)
+                # The mark is up a little before the sleep begins, which no signal ends then.
+                while not interrupted.wait(0.01):
+                    signal.pthread_kill(main, signal.SIGUSR1)
 
+            interrupted.clear()
             start = time.monotonic()
             sender = run(send)
             with pytest.raises(Interrupted):
@@ -991,8 +1285,14 @@ def use_in_child(pipe: Connection, ring: Ring, lock: EndLock) -> None:
     texts = []
     calls: list[Callable[[], object]] = [
         lambda: writer.try_publish([b"x"], [], True),
-        lambda: writer.try_claim(32, True),
+        lambda: writer.try_claim(40, True),
         lambda: writer.publish_file(1, [b"x"], []),
+        lambda: writer.publish([b"x"], [], [], None, [], ring.segment.data_descriptor),
+        lambda: writer.copy_to_block(ring.layout.arena_offset, memoryview(b"x")),
+        lambda: writer.block_view(ring.layout.arena_offset, 1),
+        lambda: writer.draft(ring.layout.arena_offset, 1),
+        lambda: writer.given_ups,
+        lambda: writer.given_up(0, 0),
         lambda: writer.wait_for_space(0, 1000),
         lambda: writer.admit(0, True),
         lambda: writer.strike(0),
@@ -1004,6 +1304,7 @@ def use_in_child(pipe: Connection, ring: Ring, lock: EndLock) -> None:
         reader.try_take,
         reader.release,
         lambda: reader.wait(0, 1000),
+        reader.keep_leases,
         lambda: reader.lag,
         lambda: reader.is_struck,
         lambda: reader.is_closing,
@@ -1025,7 +1326,7 @@ def use_in_child(pipe: Connection, ring: Ring, lock: EndLock) -> None:
 def test_forked_child(start_child: StartChild) -> None:
     """In a forked child every call is a ShmcastError naming both processes, and does nothing."""
     lock = EndLock("writer")
-    with ring_of() as ring:
+    with ring_of(arena_bytes=8 * PAGE) as ring:
         ring.publish(b"0")
         child = start_child(use_in_child, ring, lock, method="fork")
         done, n_calls, texts, is_forked = child.receive()
@@ -1158,3 +1459,27 @@ def test_copy_strided_of_a_wrong_size() -> None:
     ):
         with pytest.raises(ValueError, match=text):
             copy_strided(bytearray(size_bytes), array.ctypes.data, shape, strides, 1)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "slots"),
+    [((0, 0), (0, 0)), ((0, PAGE), (1, 1)), ((0, PAGE + 64), (0, 1))],
+    ids=["twice", "one slot", "not a page"],
+)
+@pytest.mark.parametrize("is_leased", [True, False])
+def test_damaged_places(offsets: tuple[int, int], slots: tuple[int, int], is_leased: bool) -> None:
+    """Buffers that share a slot, or lie at no page, are damage: one's end would be the other's."""
+    with ring_of(arena_bytes=8 * PAGE) as ring:
+        if is_leased:
+            ring.lease()
+        ring.segment.reserve_arena(ring.layout.arena_offset, ring.layout.arena_bytes)
+        ring.reserve(1024)
+        places = [
+            (ring.layout.arena_offset + offset, slot)
+            for offset, slot in zip(offsets, slots, strict=True)
+        ]
+        buffers = [memoryview(b"a" * PAGE), memoryview(b"b" * PAGE)]
+        descriptor = ring.segment.data_descriptor
+        ring.writer.publish([b"s"], buffers, places, None, [], descriptor)
+        with pytest.raises(ProtocolError, match="damaged"):
+            ring.readers[0].try_take()

@@ -237,10 +237,14 @@ def test_a_new_segment_starts_as_zeros(made: Segment) -> None:
     assert not any(memoryview(made.control)[:])
 
 
-def test_chunks_take_no_memory_until_used(made: Segment) -> None:
-    """The ring is address space until a chunk is reserved."""
+def test_chunks_and_blocks_take_no_memory_until_used(made: Segment) -> None:
+    """Ring and arena are address space until they are reserved, but for the page of the guard."""
+    assert LAYOUT.arena_bytes > 0
     used_bytes = 512 * os.fstat(made.data_descriptor).st_blocks
-    assert used_bytes <= LAYOUT.chunks_offset
+    assert LAYOUT.chunks_offset + mmap.PAGESIZE == used_bytes
+    made.reserve_arena(LAYOUT.arena_offset, 5 * mmap.PAGESIZE)
+    grown_bytes = 512 * os.fstat(made.data_descriptor).st_blocks - used_bytes
+    assert 5 * mmap.PAGESIZE == grown_bytes
 
 
 # Attaching

@@ -29,10 +29,12 @@ from shmcast import (
 INTERRUPTED_S = 20 * 0.010
 # The promise is 1 % of a core; a test asserts twenty times that.
 IDLE_SHARE = 20 * 0.01
-LARGE_BYTES = 10_000  # does not fit a chunk of the queues here, so it takes a memory file
+#: Does not fit a chunk of the queues here: it takes a block, or without an arena a memory file.
+LARGE_BYTES = 10_000
 
 WAITS = [
     "enqueue, full ring",
+    "enqueue, full ring, in a block",
     "enqueue, full socket",
     "dequeue",
     "dequeue before the handshake",
@@ -54,9 +56,11 @@ class Situation:
 @contextlib.contextmanager
 def situation(wait: str) -> Iterator[Situation]:
     """A queue in this process in which `call` waits until its timeout."""
-    n_chunks = 600 if wait == "enqueue, full socket" else 2
+    n_chunks, arena_bytes = (600, 0) if wait == "enqueue, full socket" else (2, "1 MiB")
     with contextlib.ExitStack() as ends:
-        config = QueueConfig(n_readers=2, n_chunks=n_chunks, chunk_bytes=4096)
+        config = QueueConfig(
+            n_readers=2, n_chunks=n_chunks, chunk_bytes=4096, arena_bytes=arena_bytes
+        )
         queue = ends.enter_context(MessageQueue(config))
         readers: list[MessageReader] = []
 
@@ -115,7 +119,7 @@ def situation(wait: str) -> Iterator[Situation]:
 
             yield Situation(readers[0].dequeue, end_the_turn)
             return
-        content = bytes(LARGE_BYTES if wait == "enqueue, full socket" else 1)
+        content = bytes(1 if wait in ("enqueue, full ring", "writer's turn") else LARGE_BYTES)
         n_published = 0
         with contextlib.suppress(QueueFull):
             while True:
@@ -126,6 +130,8 @@ def situation(wait: str) -> Iterator[Situation]:
             queue.enqueue(("is not published", content), timeout)
 
         def take_all() -> None:
+            if wait == "enqueue, full ring, in a block":
+                assert n_published == queue.stats().blocks_in_use  # none of an interrupted call
             for number in range(n_published):
                 take(number)
             use()
@@ -311,10 +317,11 @@ def test_handler_that_uses_the_other_end(start_child: StartChild) -> None:
 N_STORM_MESSAGES = 2000
 
 
-def write_in_a_storm(pipe: Connection) -> None:
+def write_in_a_storm(pipe: Connection, arena_bytes: int) -> None:
     """Publish messages of all sizes while a signal comes every millisecond."""
     calls: list[int] = []
-    with MessageQueue(QueueConfig(n_chunks=4, chunk_bytes=4096)) as queue:
+    config = QueueConfig(n_chunks=4, chunk_bytes=4096, arena_bytes=arena_bytes)
+    with MessageQueue(config) as queue:
         pipe.send(queue.export_handle())
         signal.signal(signal.SIGALRM, lambda number, _: calls.append(number))
         signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
@@ -340,9 +347,10 @@ def read_in_a_storm(pipe: Connection, handle: Any) -> None:
     pipe.send((n_good, len(calls)))
 
 
-def test_storm_of_signals(start_child: StartChild) -> None:
+@pytest.mark.parametrize("arena_bytes", [0, 1 << 20])
+def test_storm_of_signals(start_child: StartChild, arena_bytes: int) -> None:
     """A signal every millisecond in both processes loses, repeats and reorders no message."""
-    writer = start_child(write_in_a_storm, method="forkserver")
+    writer = start_child(write_in_a_storm, arena_bytes, method="forkserver")
     reader = start_child(read_in_a_storm, writer.receive(), method="forkserver")
     n_good, n_reader_calls = reader.receive()
     n_writer_calls = writer.receive()
