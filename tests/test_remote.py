@@ -400,6 +400,46 @@ def test_tensors_alias_their_frame(connect: Connect) -> None:
     assert 0 == one.count_nonzero()
 
 
+@pytest.mark.parametrize("arena_bytes", [0, "3 MiB", "1 GiB"])
+def test_blocks_are_sent_from_where_they_lie(connect: Connect, arena_bytes: str | int) -> None:
+    """Blocks and drafts reach local and remote ranks alike, and are free when all have them."""
+    queue, readers = connect(n_readers=2, local_reader_ranks=(1,), arena_bytes=arena_bytes)
+    for number in range(20):
+        draft = queue.empty((1 << 20,), torch.uint8)
+        draft.fill_(number)
+        strided = torch.arange(1 << 18)[::2] + number
+        queue.enqueue([number, draft, strided, bytes(3 << 20)], PATIENCE_S)
+        draft.zero_()
+        for reader in readers:
+            got_number, got_draft, got_strided, got_bytes = reader.dequeue(PATIENCE_S)
+            assert number == got_number
+            assert torch.equal(torch.full((1 << 20,), number, dtype=torch.uint8), got_draft)
+            assert torch.equal(strided, got_strided)
+            assert bytes(3 << 20) == got_bytes
+            got_draft.fill_(99)
+    del draft, got_draft, got_strided
+
+    def are_free() -> bool:
+        queue.enqueue(None, PATIENCE_S)
+        assert [None, None] == [reader.dequeue(PATIENCE_S) for reader in readers]
+        queue.empty((1 << 20,), torch.uint8)  # it looks what was given up
+        return queue.stats().blocks_in_use <= 1
+
+    wait_for(are_free, "blocks stay in use")
+
+
+def test_slow_remote_rank_fills_the_arena(connect: Connect) -> None:
+    """What a remote rank has not acknowledged stays as it is, and the writer takes other memory."""
+    queue, (reader,) = connect(arena_bytes="3 MiB", n_chunks=8)
+    for number in range(8):
+        queue.enqueue(torch.full((1 << 20,), number, dtype=torch.uint8), PATIENCE_S)
+    assert queue.stats().fallbacks > 0 or queue.stats().blocks_in_use <= 3
+    for number in range(8):
+        assert torch.equal(
+            torch.full((1 << 20,), number, dtype=torch.uint8), reader.dequeue(PATIENCE_S)
+        )
+
+
 def test_many_small_buffers(connect: Connect) -> None:
     """Ten thousand buffers in one message arrive, each as it was."""
     queue, (reader,) = connect(oob_threshold_bytes=0, chunk_bytes="4 MiB")
@@ -1109,7 +1149,6 @@ class Interrupt(BaseException):
 @pytest.fixture
 def interrupt_after() -> Iterator[Callable[[Callable[[], object], float], bool]]:
     """Run a call with an alarm that raises; whether that ended it."""
-
     armed: list[bool] = []
 
     def handler(*_: object) -> None:
