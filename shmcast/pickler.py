@@ -40,9 +40,6 @@ _PROTOCOL: Final = 5
 #: most, and for a longer one a new pickler does not matter.
 _KEPT_STREAM_BYTES: Final = 1024
 
-_CORES: Final = ("core", "_core")  # numpy before 2 and from 2 on
-_NUMPY_NAMES: Final = ("_reconstruct", "scalar")
-
 _Reduced = tuple[Any, ...]
 #: A pickler's `dump` and `clear_memo`, and the lists that it fills: stream parts and buffers.
 _Kept = tuple[Callable[[object], None], Callable[[], None], list[bytes], list[memoryview]]
@@ -151,14 +148,12 @@ class _BufferSink:
 loads = pickle.loads
 
 #: What a stream that nobody vouches for may name besides torch's dtypes: nothing that can run code.
-#: torch's own reduction of a tensor is not in it, since `_load_from_bytes` loads any pickle.
+#: torch's own reduction of a tensor is not in it, since `_load_from_bytes` loads any pickle; nor is
+#: numpy, since a dtype's state, and a scalar's or an array's bytes, can pass any number for an object.
 _ALLOWED: Final = frozenset(
     (
         *(f"shmcast.pickler:{name}" for name in ("rebuild_tensor", "rebuild_parameter")),
         *(f"torch:{name}" for name in ("Size", "device")),
-        *(f"numpy:{name}" for name in ("dtype", "ndarray")),
-        *(f"numpy.{core}.multiarray:{name}" for core in _CORES for name in _NUMPY_NAMES),
-        *(f"numpy.{core}.numeric:_frombuffer" for core in _CORES),
         *(f"collections:{name}" for name in ("OrderedDict", "defaultdict", "deque")),
         *(f"datetime:{name}" for name in ("date", "datetime", "time", "timedelta", "timezone")),
         *(
@@ -190,6 +185,8 @@ class _CheckedUnpickler(pickle.Unpickler):
 def checked_loads(allow: Iterable[str]) -> Callable[..., Any]:
     """
     A `loads` for a stream that nobody vouches for: what it may name is listed.
+
+    Tensors are in the list, and numpy's arrays are not: with their names a stream can run any code.
 
     Args:
         allow: further names, such as "my.package:Step".

@@ -931,7 +931,8 @@ class MessageReader(_QueueEnd):
         handle: from the writer's `export_handle`.
         rank: which reader this is.
         allow: for a remote rank of a queue with security "none": what its messages may name
-            besides plain data, tensors and arrays, such as "my.package:Step".
+            besides plain data and tensors, such as "my.package:Step". With the names of numpy's
+            arrays a message can run any code, so without `allow` these are refused.
 
     Raises:
         ValueError: the queue has no such rank.

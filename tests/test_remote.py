@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import pickle
 import random
 import signal
 import socket
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 import torch
 import zmq
@@ -53,6 +55,7 @@ from shmcast import (
     WriterLost,
     remote,
 )
+from shmcast.pickler import checked_loads
 
 BIND = "tcp://127.0.0.1:0"
 SECURITIES = ["curve", "none"]
@@ -1072,6 +1075,53 @@ def test_allow_list(connect: Connect, tmp_path: Path, monkeypatch: pytest.Monkey
         queue.enqueue(Harmful())
         trusting.dequeue(PATIENCE_S)
     assert ["harmed"] == [path.name for path in tmp_path.iterdir()]
+
+
+class Reduced:
+    """Pickled as this."""
+
+    def __init__(self, *reduced: Any) -> None:
+        self._reduced = reduced
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._reduced
+
+
+def hostile_arrays() -> dict[str, object]:
+    """What loads an object from its address, if numpy's names are allowed."""
+    array = np.arange(1)
+    reconstruct, scalar = array.__reduce__()[0], array[0].__reduce__()[0]
+    address = id("a living object").to_bytes(8, sys.byteorder)
+    objects = Reduced(np.dtype, ("O8", False, True), (3, "|", None, None, None, -1, -1, 0))
+    fields = (3, "|", None, ("a",), {"a": (np.dtype("O8"), 0)}, 8, 1, 0)
+    return {
+        "scalar": Reduced(scalar, (objects, address)),
+        "ndarray": Reduced(np.ndarray, ((1,), objects, bytearray(address))),
+        "fields": Reduced(np.ndarray, ((1,), Reduced(np.dtype, ("V8",), fields), address)),
+        "reconstruct": Reduced(
+            reconstruct, (np.ndarray, (0,), b"b"), (1, (1,), objects, False, address)
+        ),
+        "array": array,
+    }
+
+
+@pytest.mark.parametrize("kind", sorted(hostile_arrays()))
+def test_numpy_is_refused(kind: str) -> None:
+    """Without `allow` no name of numpy passes: an array's bytes could be taken for objects."""
+    stream = pickle.dumps(hostile_arrays()[kind], protocol=5)
+    with pytest.raises(ProtocolError, match="numpy"):
+        checked_loads(())(stream)
+
+
+def test_numpy_may_be_allowed() -> None:
+    """Who names numpy's functions in `allow` gets arrays."""
+    array = np.arange(3)
+    names = [
+        f"{part.__module__}:{part.__name__}"
+        for part in (array.__reduce_ex__(5)[0], array.__reduce__()[0], np.dtype, np.ndarray)
+    ]
+    stream = pickle.dumps(array, protocol=5)
+    assert [0, 1, 2] == checked_loads(names)(stream).tolist()
 
 
 # --- addresses ------------------------------------------------------------------------------------
