@@ -149,7 +149,7 @@ loads = pickle.loads
 
 #: What a stream that nobody vouches for may name besides torch's dtypes: nothing that can run code.
 #: torch's own reduction of a tensor is not in it, since `_load_from_bytes` loads any pickle; nor is
-#: numpy, since a dtype's state, and a scalar's or an array's bytes, can pass any number for an object.
+#: numpy, since with a dtype of objects the bytes of an array or scalar are taken for addresses.
 _ALLOWED: Final = frozenset(
     (
         *(f"shmcast.pickler:{name}" for name in ("rebuild_tensor", "rebuild_parameter")),

@@ -228,9 +228,8 @@ class _Ends:
 
     def take_steps_of_others(self, end: _QueueEnd) -> None:
         for other in self._all():
-            is_of_same_queue = other._address == end._address
-            if other is not end and (is_of_same_queue or other._is_attaching):
-                other._take_step()
+            if other is not end:
+                other._take_step(only_attaching=other._address != end._address)
 
     def _after_fork_in_child(self) -> None:
         # What the child inherits would keep the memory alive after its parent's death.
@@ -316,11 +315,12 @@ class _QueueEnd:
         if self._lock.is_closing:
             raise QueueClosed(f"{self!r} was closed while it waited")
 
-    def _take_step(self) -> None:
+    def _take_step(self, *, only_attaching: bool) -> None:
         """Take this end's handshake step for another end that waits, unless this one is in use."""
         try:
-            with self._lock.until(0.0, _TurnTaken):
-                self._step()
+            with self._lock.until(0.0, _TurnTaken):  # which keeps it from closing meanwhile
+                if not only_attaching or self._is_attaching:
+                    self._step()
         except (_TurnTaken, ShmcastError, OSError) as error:
             if is_foreign(error):
                 raise
@@ -538,6 +538,8 @@ class MessageQueue(_QueueEnd):
         with self._lock if timeout is None else self._lock.until(deadline, QueueFull):
             if self._arena.pending:  # of a message that was interrupted
                 self._arena.settle()
+            if self._remote is not None:
+                self._hand_on()  # what a signal left undone, while it lies where it was published
             try:
                 stream, buffers = self._pickler.dumps(obj)
             except BaseException:
@@ -546,7 +548,7 @@ class MessageQueue(_QueueEnd):
             if buffers or self._ring.try_publish(stream, buffers):
                 self._publish_slowly(stream, buffers, deadline)
             elif self._remote is not None:
-                self._hand_on()
+                self._hand_on(stream)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """
@@ -746,9 +748,19 @@ class MessageQueue(_QueueEnd):
             stats.blocks_held,
         )
 
-    def _hand_on(self) -> None:
-        """Have what was published sent to the remote ranks; also what a signal left undone."""
-        if self._remote is None:
+    def _hand_on(self, last_stream: Sequence[bytes] = ()) -> None:
+        """
+        Have what was published sent to the remote ranks; also what a signal left undone.
+
+        Args:
+            last_stream: the parts of the last message, if it has no buffers.
+        """
+        remote = self._remote
+        if remote is None:
+            return
+        if len(last_stream) == 1 and self._n_handed_on == self._ring.messages - 1:
+            remote.publish(self._n_handed_on, memoryview(last_stream[0]), [])
+            self._n_handed_on += 1
             return
         while self._n_handed_on < self._ring.messages:
             number = self._n_handed_on
@@ -758,9 +770,9 @@ class MessageQueue(_QueueEnd):
             else:
                 stream, buffers = read_image(image, number)
             file_bytes = len(memoryview(image)) if image else 0
-            self._remote.publish(number, stream, buffers, file_bytes)
-            self._images.pop(number, None)
+            remote.publish(number, stream, buffers, file_bytes)
             self._n_handed_on += 1
+        self._images.clear()  # last: a signal may come between
 
     def _drop_file(self) -> None:
         file, self._file = self._file, None
@@ -858,8 +870,8 @@ class MessageQueue(_QueueEnd):
         return holder or (self._remote.holders.get(rank) if self._remote else None)
 
     def _missing_ranks(self) -> tuple[int, ...]:
-        missing = self._control.missing_ranks
-        return tuple(sorted((*missing, *self._remote.missing_ranks))) if self._remote else missing
+        missing, remote = self._control.missing_ranks, self._remote
+        return tuple(sorted((*missing, *remote.missing_ranks))) if remote else missing
 
     def _ranks_behind(self) -> tuple[int, ...]:
         """The ranks that are furthest behind."""
@@ -887,9 +899,11 @@ class MessageQueue(_QueueEnd):
         return control is not None and bool(self._missing_ranks())
 
     def _step(self) -> None:
+        self._hand_on()  # before a rank is taken in that does not get it
         self._control.serve()
-        if self._remote is not None:
-            self._remote.serve()
+        remote = self._remote
+        if remote is not None:
+            remote.serve()
 
     def _finish(self) -> None:
         self._hand_on()
@@ -935,7 +949,7 @@ class MessageReader(_QueueEnd):
             arrays a message can run any code, so without `allow` these are refused.
 
     Raises:
-        ValueError: the queue has no such rank.
+        ValueError: the queue has no such rank, or the handle's address can't be one.
         WriterLost: there is no writer at this address.
         AuthenticationError: the socket belongs to another user.
     """
@@ -947,6 +961,8 @@ class MessageReader(_QueueEnd):
         ranks = handle.local_reader_ranks if handle.endpoint is None else range(handle.n_readers)
         if not is_number or operator.index(rank) not in ranks:
             raise ValueError(f"rank = {rank!r} is not allowed; allowed is one of {tuple(ranks)}")
+        if isinstance(allow, str | bytes):
+            raise TypeError(f"allow = {allow!r} is not allowed; allowed is a sequence of names")
         self._rank = operator.index(rank)
         self._address = handle.local_address
         self._fallbacks = 0

@@ -80,10 +80,11 @@ _ADMISSION, _MESSAGE, _CLOSING, _EVICTION, _REFUSAL, _DENIAL = range(7, 13)
 _BEAT_S: Final = 1.0
 #: How long an end whose connection was cut is waited for.
 RESUME_S: Final = 5.0
+_EXIT_LINGER_MS: Final = 500  # how long what an open end has said may take when its process ends
 _LINGER_S: Final = 10.0  # how long a closed writer goes on until everything has arrived
 _GREETING_S: Final = 5.0  # a peer that does not get through the handshake for this long is dropped
 _RETRY_S: Final = 0.05
-#: An acknowledgement waits for so long for the next one, unless the window is a quarter full.
+#: An acknowledgement waits for so long for the next one, unless the window is half full.
 _ACK_S: Final = 0.005
 _TRACKER_S: Final = 0.001  # when to ask again whether ZeroMQ has let go of a message's memory
 _MOST_ASKED_BYTES: Final = 1024  # of a frame that a reader sends
@@ -176,7 +177,7 @@ def _join(host: str, port: int) -> str:
 
 
 def _address_of(host: str, port: int, flags: int = 0) -> str:
-    """The host as a number; raises OSError."""
+    """The host as a number; raises OSError, or UnicodeError for what can be no name."""
     found = net.getaddrinfo(host, port, type=net.SOCK_STREAM, flags=flags)
     # IPv4 first: a name may have both, and the other side tries one.
     found.sort(key=lambda entry: entry[0] != net.AF_INET)
@@ -236,8 +237,12 @@ class _Link:
         """Do what there is to do; returns when to call again at the latest."""
         raise NotImplementedError
 
-    def abort(self, error: str) -> None:
-        """Close the sockets at once."""
+    def abort(self, error: str, linger_ms: int = 0) -> None:
+        """Close the sockets at once; what they were given has so long to go out."""
+        raise NotImplementedError
+
+    def owns(self, found: net.socket) -> bool:
+        """Whether this TCP socket is one of its own; may raise OSError."""
         raise NotImplementedError
 
 
@@ -304,10 +309,11 @@ class _Loop:
     def _run(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the callers'
         next_at = 0.0
-        while self.n_users or self.links:
+        while (self.n_users and not self._is_exiting) or self.links or self._new_links:
             timeout_ms = min(max(0.0, next_at - time.monotonic()), _BEAT_S) * 1e3
             ready = dict(self.poller.poll(int(timeout_ms) + 1 if timeout_ms else 0))
-            self._wake.clear()
+            if self._wake.descriptor in ready:
+                self._wake.clear()
             if self._zap in ready:
                 self._answer_zap()
             while self._new_links:
@@ -317,13 +323,12 @@ class _Loop:
             next_at = now + _BEAT_S
             for link in list(self.links):
                 try:
-                    if self._is_exiting and not link.is_closing:
-                        link.abort("this process ends")
-                    if not link.is_done:
-                        next_at = min(next_at, link.run(now, ready))
+                    next_at = min(next_at, link.run(now, ready))
+                    if self._is_exiting and not (link.is_closing or link.is_done):
+                        link.abort("this process ends", linger_ms=_EXIT_LINGER_MS)
                 except Exception as error:
                     _log.exception("an end with remote peers failed")
-                    link.abort(f"its I/O failed: {error!r}")
+                    self._abort(link, f"its I/O failed: {error!r}")
                 if link.is_done:
                     self.links.remove(link)
                     self.leave()
@@ -331,6 +336,15 @@ class _Loop:
         self.context.term()
         atexit.unregister(self._at_exit)
         self._finalizer.cancel()
+
+    @staticmethod
+    def _abort(link: _Link, error: str) -> None:
+        """Abort it; the other ends go on whatever that raises."""
+        try:
+            link.abort(error)
+        except Exception:
+            _log.exception("an end with remote peers can't be closed")
+            link.is_done = True
 
     def _answer_zap(self) -> None:
         """Let in who has the keys of the queue that was asked for (ZeroMQ's RFC 27)."""
@@ -357,27 +371,28 @@ class _Loop:
         """
         The child has no such thread, and keeps no connection of its parent open after its death.
 
-        ZeroMQ does not say which descriptors are its own; the ports do.
+        ZeroMQ does not say which descriptors are its own; the ports and addresses do.
         """
         cls.lock = threading.RLock()
         loop, cls.current = cls.current, None
         if loop is None:
             return
         _inherited.append(loop)  # never freed: ZeroMQ would touch what is the parent's
-        ports = {link.port for link in loop.links}
+        links = [*loop.links, *loop._new_links]
         for path in list(Path("/proc/self/fd").iterdir()):
             descriptor = int(path.name)
             with contextlib.suppress(OSError):
                 if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                     continue
                 with net.socket(fileno=os.dup(descriptor)) as found:
-                    if found.family not in (net.AF_INET, net.AF_INET6):
+                    is_ip = found.family in (net.AF_INET, net.AF_INET6)
+                    if not is_ip or found.type != net.SOCK_STREAM:
                         continue
-                    own = {found.getsockname()[1]}
-                    with contextlib.suppress(OSError):  # it listens
-                        own.add(found.getpeername()[1])
-                    if own & ports:
-                        os.close(descriptor)
+                    for link in links:
+                        with contextlib.suppress(OSError):  # it has no peer
+                            if link.owns(found):
+                                os.close(descriptor)
+                                break
 
 
 _inherited: list[_Loop] = []
@@ -401,7 +416,6 @@ def _set_common_options(socket: zmq.Socket[bytes], address: str) -> None:
 class _Message(NamedTuple):
     stream: memoryview
     buffers: list[memoryview]
-    file_bytes: int
 
 
 @attrs.define(eq=False)
@@ -421,6 +435,7 @@ class Peer:
     heard_at: float
     cut_at: float | None = None
     fault: str | None = None  # what it did against the protocol
+    is_lost: bool = False  # whether it was cut off and did not come back
     is_done: bool = False  # whether everything has arrived there
     # Stored by the writer's end.
     is_over: bool = False
@@ -485,7 +500,8 @@ class RemoteWriter(_Link):
         self._admit, self._strike, self._has_left = admit, strike, has_left
         self._never_admitted = set(ranks)
         self._waiting: list[Peer] = []
-        self._filed_bytes = 0  # put into files, all together
+        # The bytes of those on their way that are in files, by number; the I/O thread takes out.
+        self._filed: dict[int, int] = {}
         self.claimed = _Event()  # set when a claim has come
 
         # From here on the I/O thread's, but for the two queues between it and the writer's end.
@@ -497,9 +513,8 @@ class RemoteWriter(_Link):
         self._least = 0  # the first message that is kept
         self._published = 0
         self._unclaimed = set(ranks)
-        self._freed_bytes = 0  # of those in files
         self._beat_at = 0.0
-        self._release_at = math.inf
+        self._release_at = self._lose_at = math.inf
         self._is_ending = False  # `is_closing`, in the order of the messages
         self._give_up_at = math.inf
         self._domain = f"shmcast-{secrets.token_hex(8)}"
@@ -518,6 +533,8 @@ class RemoteWriter(_Link):
             address = "0.0.0.0" if host == "*" else _address_of(host, port, net.AI_PASSIVE)  # noqa: S104  # refused below, if without keys
         except OSError as error:
             raise ConfigError(f"{refusal}: {error.strerror}") from error
+        except UnicodeError as error:
+            raise ConfigError(f"{refusal}: {error}") from error
         if security == "none" and _is_wildcard(address):
             raise ConfigError(
                 f"{refusal} with security = 'none': anyone could attach on every interface; "
@@ -527,6 +544,9 @@ class RemoteWriter(_Link):
         self._monitor = self._socket.get_monitor_socket(_DISCONNECTED)
         try:
             _set_common_options(self._socket, address)
+            # A stranger may send much, and read nothing.
+            self._socket.rcvhwm = 1000
+            self._socket.sndhwm = 4 * self._n_chunks + 1000
             self._socket.router_mandatory = True
             self._socket.maxmsgsize = _MOST_ASKED_BYTES
             if security == "curve":
@@ -582,8 +602,7 @@ class RemoteWriter(_Link):
         """
         if peer.fault is not None:
             raise ProtocolError(f"rank {peer.rank} (pid {peer.pid}) {peer.fault}")
-        cut_at = peer.cut_at
-        return cut_at is not None and time.monotonic() - cut_at > RESUME_S
+        return peer.is_lost
 
     def vacate(self, rank: int) -> None:
         """End a rank's attachment, which has left or died; it may be claimed from now on."""
@@ -638,15 +657,16 @@ class RemoteWriter(_Link):
 
     def has_room(self, file_bytes: int) -> bool:
         """Whether a message in a file of this size may follow those that are on their way."""
-        on_their_way = self._filed_bytes - self._freed_bytes
+        on_their_way = sum(list(self._filed.values()))
         return not on_their_way or on_their_way + file_bytes <= self._window_bytes
 
     def publish(
         self, number: int, stream: memoryview, buffers: list[memoryview], file_bytes: int = 0
     ) -> None:
         """Send a message that was published; its memory stays as it is until it is released."""
-        self._filed_bytes += file_bytes
-        message = _Message(stream, buffers, file_bytes)
+        if file_bytes:
+            self._filed[number] = file_bytes
+        message = _Message(stream, buffers)
         self._command(functools.partial(self._take_message, number, message))
 
     def close(self) -> None:
@@ -678,7 +698,7 @@ class RemoteWriter(_Link):
             self._beat_at = now + _BEAT_S
             for peer in list(self._by_identity.values()):
                 self._send(peer, _BEAT)
-        self._release_at = math.inf
+        self._release_at = self._lose_at = math.inf
         for peer in list(self._peers.values()):
             self._serve_peer(now, peer)
         self._prune()
@@ -686,13 +706,17 @@ class RemoteWriter(_Link):
             now >= self._give_up_at or not any(map(self._is_awaited, self._peers.values()))
         ):
             self._finish(500)
-        return min(self._beat_at, self._release_at, self._give_up_at)
+        return min(self._beat_at, self._release_at, self._lose_at, self._give_up_at)
 
-    def abort(self, error: str) -> None:
+    def abort(self, error: str, linger_ms: int = 0) -> None:
         """Close at once; the readers see a cut."""
         for peer in self._peers.values():
             peer.fault = error
-        self._finish(0)
+        self._finish(linger_ms)
+
+    def owns(self, found: net.socket) -> bool:
+        """Whether it listens on the writer's port, or was accepted there."""
+        return bool(found.getsockname()[1] == self.port)
 
     def _finish(self, linger_ms: int) -> None:
         # The key stays: who comes while the socket closes shall find nobody, not a wrong key.
@@ -716,10 +740,17 @@ class RemoteWriter(_Link):
         if number >= self._published:  # else a signal had it handed on twice
             self._messages[number] = message
             self._published = number + 1
+        elif number < self._least:
+            self._filed.pop(number, None)
 
     def _start(self, peer: Peer) -> None:
         assert peer.start is not None
         self._unclaimed.discard(peer.rank)
+        if peer.is_over:  # it left just before it was taken in
+            assert peer.place is not None
+            peer.place.leave()
+            self.claimed.set()
+            return
         if not peer.is_started:
             peer.is_started = True
             peer.next_number = peer.sent_number = peer.acked = peer.released = peer.start
@@ -732,6 +763,9 @@ class RemoteWriter(_Link):
 
     def _drop(self, peer: Peer) -> None:
         peer.is_over = True
+        self._remove(peer)
+
+    def _remove(self, peer: Peer) -> None:
         self._peers.pop(peer.session, None)
         self._by_identity.pop(peer.known_as, None)
         self._disconnect(peer)
@@ -750,7 +784,7 @@ class RemoteWriter(_Link):
         text: bytes | memoryview = b"",
         *frames: zmq.Frame | memoryview,
     ) -> bool:
-        """Send to a peer, unless its connection is found to have ended."""
+        """Send to a peer, unless its connection is found to have ended, or is full."""
         if peer.identity is None:
             return False
         size_bytes = len(text) + sum(len(frame) for frame in frames)
@@ -761,10 +795,11 @@ class RemoteWriter(_Link):
             if frames:
                 self._socket.send_multipart(frames, copy=False)
         except zmq.ZMQError as error:
-            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+            if error.errno == zmq.EHOSTUNREACH:
+                self._disconnect(peer)
+                peer.cut_at = time.monotonic()
+            elif error.errno != zmq.EAGAIN:  # a reader that is stopped for long has many beats due
                 raise
-            self._disconnect(peer)
-            peer.cut_at = time.monotonic()
             return False
         return True
 
@@ -810,11 +845,11 @@ class RemoteWriter(_Link):
             peer = self._peers[session] = Peer(rank, session, pid, None, b"", now, now)
         if peer.rank != rank:
             raise ProtocolError(f"the session of rank {peer.rank} is shown for rank {rank}")
-        if peer.identity != identity:
-            self._disconnect(peer)
-            self._by_identity.pop(peer.known_as, None)
-            peer.identity = peer.known_as = identity
-            self._by_identity[identity] = peer
+        # Over the same connection too: what is sent again would be waited for in no order.
+        self._disconnect(peer)
+        self._by_identity.pop(peer.known_as, None)
+        peer.identity = peer.known_as = identity
+        self._by_identity[identity] = peer
         peer.heard_at, peer.cut_at = now, None
         if not peer.is_started:
             self._claims.append(peer)
@@ -852,9 +887,14 @@ class RemoteWriter(_Link):
         if peer.is_over:
             self._forget(peer, _EVICTION)
             return
+        if peer.cut_at is not None:
+            if now >= peer.cut_at + RESUME_S:
+                # Decided here: it can't come back while the writer uses its place again.
+                peer.is_lost, peer.is_over = peer.is_started, not peer.is_started
+                self._remove(peer)
+                return
+            self._lose_at = min(self._lose_at, peer.cut_at + RESUME_S)
         if not peer.is_started:
-            if peer.cut_at is not None and now - peer.cut_at > RESUME_S:
-                self._drop(peer)
             return
         while peer.next_number < self._published and self._send_message(peer):
             peer.next_number += 1
@@ -865,7 +905,7 @@ class RemoteWriter(_Link):
 
     def _send_message(self, peer: Peer) -> bool:
         number = peer.next_number
-        stream, buffers, _ = self._messages[number]
+        stream, buffers = self._messages[number]
         if not buffers and len(stream) < _ALIASED_BYTES:
             return self._send(peer, _MESSAGE, number, stream)
         frames: list[zmq.Frame | memoryview] = []
@@ -878,9 +918,10 @@ class RemoteWriter(_Link):
                 assert isinstance(frame.tracker, zmq.MessageTracker)
                 frames.append(frame)
                 trackers.append(frame.tracker)
-        if trackers:
+        is_sent = self._send(peer, _MESSAGE, number, b"", *frames)
+        if is_sent and trackers:
             peer.sent.append((number, trackers))
-        return self._send(peer, _MESSAGE, number, b"", *frames)
+        return is_sent
 
     def _release(self, now: float, peer: Peer) -> None:
         """Give back what was acknowledged and is not used by ZeroMQ any more."""
@@ -904,8 +945,9 @@ class RemoteWriter(_Link):
         wanted = [peer.released for peer in self._peers.values() if peer.is_started]
         if self._unclaimed:  # a rank that attaches for the first time gets all from the first
             wanted.append(0)
-        for number in range(self._least, min(wanted, default=self._published)):
-            self._freed_bytes += self._messages.pop(number).file_bytes
+        for number in range(self._least, min([*wanted, self._published])):
+            del self._messages[number]
+            self._filed.pop(number, None)
             self._least = number + 1
 
 
@@ -924,12 +966,12 @@ class RemoteRing:
     """
     The messages that have arrived, in the form of the ring's reader, for the reader's end.
 
-    Args:
-        ack: called when a message was released.
+    Attributes:
+        ack: called when messages are to be acknowledged.
     """
 
-    def __init__(self, ack: Callable[[], None]) -> None:
-        self._ack = ack
+    def __init__(self) -> None:
+        self.ack: Callable[[], None]
         self.ack_from = 0  # the number from which on a release is acknowledged at once
         self.event = _Event()  # set by the I/O thread whenever something has changed
         self._is_stopped = False
@@ -968,8 +1010,10 @@ class RemoteRing:
         self.oob_buffers += message.oob_buffers
         self.oob_bytes += message.oob_bytes
         self.arrived.popleft()
-        if self.next_sequence >= self.ack_from or message.n_bytes >= _ALIASED_BYTES:
-            self._ack()
+        if message.n_bytes >= _ALIASED_BYTES:  # the writer wants its memory back
+            self.ack_from = 0
+        if self.next_sequence >= self.ack_from:
+            self.ack()
 
     def wait(self, spin_ns: int, sleep_ns: int) -> None:
         """Sleep until something changes; returns early for a signal."""
@@ -1013,6 +1057,7 @@ class RemoteReader(_Link):
 
     Raises:
         WriterLost: the host's name has no address.
+        ValueError: it can't be a name.
     """
 
     offered = None  # there is no segment to map
@@ -1026,6 +1071,8 @@ class RemoteReader(_Link):
             raise WriterLost(
                 f"rank {rank} found no writer at {endpoint}: {error.strerror}"
             ) from error
+        except UnicodeError as error:
+            raise ValueError(f"endpoint = {endpoint!r} is not allowed: {error}") from error
         self.writer_pid: str | None = None
         self.start: int | None = None
         self._session = secrets.randbits(64)
@@ -1037,12 +1084,15 @@ class RemoteReader(_Link):
         self._hello_at = 0.0
         self._refusal: type[ShmcastError] = WriterLost
         self._cut_at: float | None = time.monotonic()
+        self._was_heard = False  # the writer, over any connection
         self._has_ended = False  # the present connection
         self._acked = 0  # over it
         self._ack_at = math.inf
-        self._ack_every = 1  # a quarter of the window
+        self._window = 0  # how many messages may be on their way
+        self._ack_every = 1  # half of that
+        self.ring = RemoteRing()  # before the loop counts this end: it may find no descriptor
         self._loop = _Loop.enter()
-        self.ring = RemoteRing(self._loop.wake)
+        self.ring.ack = self._loop.wake
         self._loop.add(self)
 
     # --- for the reader's end ---
@@ -1112,13 +1162,14 @@ class RemoteReader(_Link):
     def run(self, now: float, ready: dict[Any, int]) -> float:
         """Connect, take frames, acknowledge what was taken."""
         if self._socket is None:
-            if self.is_closing:
+            if self.is_closing and not self._has_to_leave:
                 self.is_done = True
             elif self._failure is None and not self.ring.is_closing:
-                if now < self._connect_at:
+                if now >= self._connect_at:
+                    self._try_connect(now)
+                if self._socket is None:
                     return self._connect_at
-                self._connect(now)
-            return now + _BEAT_S
+            return now + self._pause_s
         if self._monitor in ready:
             for event in _monitored(self._monitor):
                 self._take_event(event)
@@ -1130,8 +1181,9 @@ class RemoteReader(_Link):
             if len(some) < _BATCH or not self._has_ended:
                 break
         self._acknowledge(now)
-        if self.is_closing:
-            self._say(_LEAVE)
+        if self.is_closing and not self._has_to_leave:
+            if not self._has_ended:
+                self._say(_LEAVE)
             self._disconnect(linger_ms=1000)
             self.is_done = True
         elif self._failure is not None:
@@ -1141,7 +1193,22 @@ class RemoteReader(_Link):
             return self._connect_at
         elif not self.is_admitted and now >= self._hello_at:
             self._greet(now)
-        return min(self._ack_at, now + _BEAT_S)
+        return min(self._ack_at, now + self._pause_s)
+
+    @property
+    def _pause_s(self) -> float:
+        return _RETRY_S if self.is_closing else _BEAT_S
+
+    @property
+    def _has_to_leave(self) -> bool:
+        """Whether the writer waits for this end, and has to be reached again to hear of its end."""
+        return (
+            self._was_heard
+            and (self._has_ended or self._cut_at is not None)
+            and not self._is_cut_for_long
+            and self._failure is None
+            and not (self.ring.is_closing or self.ring.is_struck)
+        )
 
     def _acknowledge(self, now: float) -> None:
         """Acknowledge what was released, at once or together with what comes a little later."""
@@ -1153,28 +1220,48 @@ class RemoteReader(_Link):
             # Who was not released in time is acknowledged when it is.
             self._ack_at = math.inf
             ring.ack_from = self._acked + (1 if ring.lag else self._ack_every)
+            if ring.next_sequence >= ring.ack_from:  # released before that was stored
+                self._loop.wake()
         elif self._ack_at == math.inf and ring.n_arrived > self._acked:
             self._ack_at = now + _ACK_S
 
-    def abort(self, error: str) -> None:
+    def abort(self, error: str, linger_ms: int = 0) -> None:
         """Close at once."""
         self._failure = ShmcastError, error
-        if self._socket is not None:
-            self._disconnect()
-        self.is_done = True
         self.ring.event.set()
+        if self._socket is not None:
+            self._disconnect(linger_ms)
+        self.is_done = True
+
+    def owns(self, found: net.socket) -> bool:
+        """Whether it is connected to the writer's address."""
+        return bool(found.getpeername()[:2] == (self._address, self.port))
+
+    def _try_connect(self, now: float) -> None:
+        try:
+            self._connect(now)
+        except (OSError, zmq.ZMQError) as error:  # this process may be out of descriptors
+            _log.info("rank %d can't connect to %s: %s", self._rank, self._endpoint, error)
+            self._connect_at = now + _RETRY_S
 
     def _connect(self, now: float) -> None:
-        self._socket = socket = self._loop.context.socket(zmq.DEALER)
-        _set_common_options(socket, self._address)
-        socket.reconnect_ivl = -1  # each connection has a socket of its own
-        if self._keys is not None:
-            socket.curve_serverkey = self._keys.server_public.encode()
-            socket.curve_publickey = self._keys.client_public.encode()
-            socket.curve_secretkey = self._keys.client_secret.encode()
-        self._monitor = socket.get_monitor_socket(_DISCONNECTED | zmq.EVENT_CLOSED | _FAILURES)
-        self._loop.watch(socket, self._monitor)
-        socket.connect(_join(self._address, self.port))
+        _check_descriptors()
+        with contextlib.ExitStack() as undo:
+            socket = self._loop.context.socket(zmq.DEALER)
+            undo.callback(socket.close, 0)
+            _set_common_options(socket, self._address)
+            socket.reconnect_ivl = -1  # each connection has a socket of its own
+            if self._keys is not None:
+                socket.curve_serverkey = self._keys.server_public.encode()
+                socket.curve_publickey = self._keys.client_public.encode()
+                socket.curve_secretkey = self._keys.client_secret.encode()
+            monitor = socket.get_monitor_socket(_DISCONNECTED | zmq.EVENT_CLOSED | _FAILURES)
+            undo.callback(monitor.close, 0)
+            undo.callback(socket.disable_monitor)
+            socket.connect(_join(self._address, self.port))
+            self._loop.watch(socket, monitor)
+            undo.pop_all()
+        self._socket, self._monitor = socket, monitor
         self._give_up_at = now + _GREETING_S
         self._has_ended, self._acked, self.ring.ack_from = False, 0, 0
         self._greet(now)
@@ -1234,7 +1321,7 @@ class RemoteReader(_Link):
             raise ProtocolError("a frame is for another session")
         if self._failure is not None:
             return
-        self._cut_at = None
+        self._cut_at, self._was_heard = None, True
         kind, ring = header.kind, self.ring
         if kind == _MESSAGE and self.is_admitted:
             self._take_message(header.number, frames)
@@ -1246,8 +1333,10 @@ class RemoteReader(_Link):
         elif kind == _ADMISSION:
             if self.start is None:
                 window, who = body[: _WINDOW.size], body[_WINDOW.size :]
-                if len(window) == _WINDOW.size:
-                    self._ack_every = max(1, _WINDOW.unpack(window)[0] // 4)
+                if len(window) < _WINDOW.size:
+                    raise ProtocolError("an admission came without the window's size")
+                (self._window,) = _WINDOW.unpack(window)
+                self._ack_every = max(1, self._window // 2)
                 self.writer_pid = who.decode("utf-8", "replace")
                 ring.n_arrived = ring.next_sequence = self._acked = header.number
                 self.start = header.number
@@ -1271,6 +1360,8 @@ class RemoteReader(_Link):
     def _take_message(self, number: int, frames: list[zmq.Frame]) -> None:
         if number < self.ring.n_arrived:  # sent again after a cut
             return
+        if number - self.ring.next_sequence >= self._window:
+            raise ProtocolError(f"message {number} came outside the window of {self._window}")
         if number > self.ring.n_arrived:
             raise ProtocolError(f"message {number} came instead of {self.ring.n_arrived}")
         if len(frames) == 1:
