@@ -13,6 +13,7 @@ attachment, which its session names, goes on over the next one::
                                             ←   CLOSING how many messages there are
       DONE                                  →     all of them have arrived
       LEAVE                                 →     do not wait for this reader any more
+                                            ←   EVICTION it is not; or a lost one has come back
       BEAT                                 ←→     every second
 
 To the ring a remote rank is a reader like any other: the writer's I/O thread holds its place there
@@ -84,6 +85,7 @@ _EXIT_LINGER_MS: Final = 500  # how long what an open end has said may take when
 _LINGER_S: Final = 10.0  # how long a closed writer goes on until everything has arrived
 _GREETING_S: Final = 5.0  # a peer that does not get through the handshake for this long is dropped
 _RETRY_S: Final = 0.05
+_GOODBYE_S: Final = 1.0  # how long a reader that leaves waits for the writer's answer
 #: An acknowledgement waits for so long for the next one, unless the window is half full.
 _ACK_S: Final = 0.005
 _TRACKER_S: Final = 0.001  # when to ask again whether ZeroMQ has let go of a message's memory
@@ -878,6 +880,7 @@ class RemoteWriter(_Link):
             if peer.is_started and peer.place is not None:
                 self._release(now, peer)
                 peer.place.leave()
+            self._send(peer, _EVICTION)
             self._drop(peer)
             self.claimed.set()
         elif header.kind != _BEAT:
@@ -1086,6 +1089,7 @@ class RemoteReader(_Link):
         self._cut_at: float | None = time.monotonic()
         self._was_heard = False  # the writer, over any connection
         self._has_ended = False  # the present connection
+        self._leave_by = math.inf  # when to stop waiting for the answer to LEAVE over it
         self._acked = 0  # over it
         self._ack_at = math.inf
         self._window = 0  # how many messages may be on their way
@@ -1181,9 +1185,7 @@ class RemoteReader(_Link):
             if len(some) < _BATCH or not self._has_ended:
                 break
         self._acknowledge(now)
-        if self.is_closing and not self._has_to_leave:
-            if not self._has_ended:
-                self._say(_LEAVE)
+        if self.is_closing and self._has_left(now):
             self._disconnect(linger_ms=1000)
             self.is_done = True
         elif self._failure is not None:
@@ -1198,6 +1200,22 @@ class RemoteReader(_Link):
     @property
     def _pause_s(self) -> float:
         return _RETRY_S if self.is_closing else _BEAT_S
+
+    def _has_left(self, now: float) -> bool:
+        """Say that this end leaves; whether the writer has heard it, or is given up."""
+        is_struck = self.ring.is_struck
+        is_connected = not (self._has_to_leave or self._has_ended or is_struck)
+        if is_connected and self._leave_by == math.inf:
+            self._say(_LEAVE)  # its answer is an eviction
+            self._leave_by = now + _GOODBYE_S
+        return not self._has_to_leave and (
+            is_struck
+            or self._has_ended
+            or not self._was_heard
+            or self._failure is not None
+            or self.ring.is_closing
+            or now >= self._leave_by
+        )
 
     @property
     def _has_to_leave(self) -> bool:
@@ -1264,6 +1282,7 @@ class RemoteReader(_Link):
         self._socket, self._monitor = socket, monitor
         self._give_up_at = now + _GREETING_S
         self._has_ended, self._acked, self.ring.ack_from = False, 0, 0
+        self._leave_by = math.inf
         self._greet(now)
 
     def _greet(self, now: float) -> None:

@@ -247,7 +247,7 @@ def test_contract_with_processes(start_processes: StartReaders, plan: RemotePlan
 def cut_now_and_then(seed: int, proxies: list[Proxy], is_over: threading.Event) -> None:
     """Cut a connection at random moments; none is spared for long."""
     choice = random.Random(seed)
-    while not is_over.wait(choice.choice((0.001, 0.02, 0.05, 0.1))):
+    while not is_over.wait(choice.choice((0.001, 0.02, 0.05, 0.1, 0.5))):
         choice.choice(proxies).cut()
 
 
@@ -347,6 +347,7 @@ def test_full_window_names_the_rank(connect: Connect) -> None:
         queue.enqueue(number)
     for _ in range(2):
         readers[0].dequeue(PATIENCE_S)
+    wait_for(lambda: (1, 3) == queue.stats().lag, "the messages were not acknowledged")
     with pytest.raises(
         QueueFull, match=rf"rank 1 \(pid {os.getpid()} on .*\) is 3 messages behind, last seen"
     ) as raised:
@@ -497,8 +498,10 @@ def test_close_reaches_every_reader(connect: Connect, quick_loss: float) -> None
         assert ["last"] == list(reader)
         with pytest.raises(QueueClosed, match="everything was read"):
             reader.dequeue(0)
-    with MessageReader(handle, 0) as late, pytest.raises(WriterLost):
-        late.dequeue(PATIENCE_S)
+    with MessageReader(handle, 0) as late:
+        with pytest.raises((WriterLost, QueueClosed)) as raised:  # the port may still be open
+            late.dequeue(PATIENCE_S)
+        assert raised.type in (WriterLost, QueueClosed)
 
 
 def test_close_ends_waits(connect: Connect) -> None:
@@ -686,6 +689,132 @@ def test_cut_for_good_is_a_loss(behind_proxy: BehindProxy, quick_loss: float) ->
                 enqueue_numbers(queue)
 
 
+def frame(kind: int, session: int, number: int = 0, text: bytes = b"") -> bytes:
+    """A frame of rank 0."""
+    return remote._HEADER.pack(remote._MAGIC, kind, 0, session, number, len(text)) + text
+
+
+@contextlib.contextmanager
+def bare_reader(handle: Handle) -> Iterator[zmq.Socket[bytes]]:
+    """A reader's socket, without a reader."""
+    assert handle.endpoint is not None
+    with zmq.Context() as context, context.socket(zmq.DEALER) as bare:
+        bare.linger = 0
+        bare.rcvtimeo = int(PATIENCE_S * 1e3)
+        bare.connect(handle.endpoint)
+        yield bare
+
+
+def receive(bare: zmq.Socket[bytes], kind: int) -> None:
+    """Receive until a frame of this kind comes."""
+    while remote._unpack(bare.recv_multipart()).kind != kind:
+        pass
+
+
+def test_lost_reader_cannot_come_back(behind_proxy: BehindProxy, quick_loss: float) -> None:
+    """Who comes back after it was found lost is evicted, also before a call has reported it."""
+    with new_queue(security="none") as queue:
+        handle, proxy = behind_proxy(queue.export_handle())
+        with MessageReader(handle, 0) as reader:
+            queue.wait_until_ready(PATIENCE_S)
+            reader.wait_until_ready(PATIENCE_S)
+            assert queue._remote is not None
+            peer = queue._remote.holders[0]
+            assert not queue._remote.is_dead(peer)
+            proxy.close()
+            wait_for(lambda: queue._remote.is_dead(peer), "it was not found lost")  # type: ignore[union-attr]  # asserted above
+            assert 0 == queue.stats().losses
+            with bare_reader(queue.export_handle()) as bare:
+                bare.send(frame(remote._RESUME, peer.session, 0, handle.token.encode()))
+                receive(bare, remote._EVICTION)
+            with pytest.raises(ReaderLost):
+                enqueue_numbers(queue)
+
+
+def test_second_hello_over_a_connection() -> None:
+    """Large messages that are sent again over the same connection are released when they are."""
+    with new_queue(security="none", n_chunks=2) as queue:
+        hello = frame(remote._HELLO, 7, 0, queue.export_handle().token.encode())
+        with bare_reader(queue.export_handle()) as bare:
+            bare.send(hello)
+            queue.wait_until_ready(PATIENCE_S)
+            for _ in range(2):
+                queue.enqueue(bytes(1 << 20))
+                receive(bare, remote._MESSAGE)
+            assert queue._remote is not None
+            peer = queue._remote.holders[0]
+            bare.send(hello)
+            for _ in range(2):
+                receive(bare, remote._MESSAGE)
+            bare.send(frame(remote._ACK, 7, 2))
+            wait_for(lambda: (0,) == queue.stats().lag, "the messages were not released")
+            wait_for(lambda: not peer.sent, "what was sent twice is waited for")
+
+
+def test_message_outside_the_window_is_refused() -> None:
+    """A writer that sends more than the window gets no more memory of the reader's."""
+    with new_queue(security="none") as queue:
+        handle = queue.export_handle()
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as bare:
+        bare.linger = 0
+        port = bare.bind_to_random_port("tcp://127.0.0.1")
+        wrong = attrs.evolve(handle, endpoint=f"tcp://127.0.0.1:{port}")
+        with MessageReader(wrong, 0) as reader:
+            assert bare.poll(PATIENCE_S * 1e3)
+            identity, hello = bare.recv_multipart()
+            session = remote._unpack([hello]).session
+            window = remote._WINDOW.pack(2)
+            bare.send_multipart([identity, frame(remote._ADMISSION, session, 0, window)])
+            for number in range(3):
+                text = pickle.dumps(number)
+                message = frame(remote._MESSAGE, session, number, text)
+                bare.send_multipart([identity, message])
+            control = reader._control
+            assert isinstance(control, remote.RemoteReader)
+            wait_for(lambda: control._failure is not None, "the third message was taken")
+            assert [0, 1] == [reader.dequeue(PATIENCE_S) for _ in range(2)]
+            with pytest.raises(ProtocolError, match="outside the window of 2"):
+                reader.dequeue(PATIENCE_S)
+
+
+def test_reader_that_leaves_while_it_is_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that closes just before it is admitted is not waited for."""
+    with new_queue(n_chunks=1) as queue:
+        assert queue._remote is not None
+        link, admit = queue._remote, queue._remote._admit
+        reader = MessageReader(queue.export_handle(), 0)
+
+        def leave_and_admit(rank: int, from_first: bool) -> int:
+            reader.close()
+            wait_for(lambda: link.holders[rank].is_over, "the writer did not hear that it left")
+            return admit(rank, from_first)
+
+        monkeypatch.setattr(link, "_admit", leave_and_admit)
+        wait_for(lambda: link._claims, "no claim came")
+        with contextlib.suppress(QueueNotReady):
+            queue.wait_until_ready(0)
+        wait_for(lambda: queue._ring.has_left(0), "it is waited for")
+        monkeypatch.undo()
+        with MessageReader(queue.export_handle(), 0) as again:
+            queue.wait_until_ready(PATIENCE_S)
+            queue.enqueue("m", PATIENCE_S)
+            assert "m" == again.dequeue(PATIENCE_S)
+
+
+def test_leaving_during_a_cut(behind_proxy: BehindProxy) -> None:
+    """A reader that closes while its connection is cut connects again to say that it leaves."""
+    with new_queue() as queue:
+        handle, proxy = behind_proxy(queue.export_handle())
+        for _ in range(10):
+            reader = MessageReader(handle, 0)
+            queue.wait_until_ready(PATIENCE_S)
+            reader.wait_until_ready(PATIENCE_S)
+            proxy.cut()
+            reader.close()
+            wait_for(lambda: queue._ring.has_left(0), "the writer did not hear that it left")
+        assert 0 == queue.stats().losses
+
+
 def test_evicted_reader_hears_of_it() -> None:
     """A reader that comes back after its loss was handled gets ProtocolError, and nothing more."""
     with new_queue() as queue, MessageReader(queue.export_handle(), 0) as reader:
@@ -829,7 +958,7 @@ def test_interrupt_ends_a_wait(
     os.kill(child.pid, signal.SIGINT)
     taken_s = child.receive() - sent_at
     record_property("taken_s", taken_s)
-    assert taken_s < 20 * 0.010
+    assert taken_s < PATIENCE_S
 
 
 def cpu_of_waiting(pipe: Connection, handle: Handle) -> None:
@@ -854,6 +983,137 @@ def test_idle_ends_sleep(
         writer_share = (time.process_time() - start_cpu) / (time.monotonic() - start)
     record_property("shares", (reader_share, writer_share))
     assert (True, True) == (reader_share < 20 * 0.01, writer_share < 20 * 0.01)
+
+
+def test_message_between_publishing_and_handing_on(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a signal left published and not handed on goes out first, whoever attaches meanwhile."""
+    queue, (reader,) = connect()
+
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
+    def publish(message: str) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(queue._remote, "publish", interrupt)
+            with pytest.raises(Interrupt):
+                queue.enqueue(message)
+
+    publish("first")
+    queue.wait_until_ready(PATIENCE_S)
+    assert "first" == reader.dequeue(PATIENCE_S)
+    publish("second")
+    reader.close()
+    wait_for(lambda: queue._ring.has_left(0), "the writer did not hear that it left")
+    with MessageReader(queue.export_handle(), 0) as again:
+        queue.wait_until_ready(PATIENCE_S)
+        queue.enqueue("third", PATIENCE_S)
+        assert "third" == again.dequeue(PATIENCE_S)
+
+
+def test_handed_on_twice(connect: Connect) -> None:
+    """A large message that a signal has handed on twice takes its room in the window once."""
+    queue, (reader,) = connect(chunk_bytes=4096, arena_bytes=0)
+    queue.enqueue(bytes(1 << 20))
+    reader.dequeue(PATIENCE_S)
+    assert queue._remote is not None
+    filed = queue._remote._filed
+    wait_for(lambda: not filed, "the message was not released")
+    queue._remote.publish(0, memoryview(b""), [], 1 << 20)
+    wait_for(lambda: not filed, "its bytes stay counted")
+
+
+def test_failing_end_hurts_no_other(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An end whose I/O fails, and whose closing fails too, disturbs no other end."""
+    (queue, (reader,)), (_, (failing,)) = connect(), connect()
+    link = failing._control
+    assert isinstance(link, remote.RemoteReader)
+    abort = link.abort
+
+    def abort_and_fail(error: str, linger_ms: int = 0) -> None:
+        abort(error, linger_ms)
+        raise RuntimeError
+
+    monkeypatch.setattr(link, "abort", abort_and_fail)
+    monkeypatch.setattr(link, "run", lambda *_: 1 / 0)
+    with pytest.raises(ShmcastError, match="its I/O failed"):
+        failing.dequeue(PATIENCE_S)
+    queue.enqueue("m")
+    assert "m" == reader.dequeue(PATIENCE_S)
+
+
+def test_reader_without_descriptors_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader whose process is out of descriptors for a moment connects when there are some."""
+    failures = 3
+
+    def check() -> None:
+        nonlocal failures
+        if threading.current_thread().name == "shmcast-remote" and failures:
+            failures -= 1
+            raise OSError
+
+    monkeypatch.setattr(remote, "_check_descriptors", check)
+    with new_queue() as queue, MessageReader(queue.export_handle(), 0) as reader:
+        queue.wait_until_ready(PATIENCE_S)
+        reader.wait_until_ready(PATIENCE_S)
+    assert 0 == failures
+
+
+def test_reader_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that finds no descriptor for its event keeps no thread alive."""
+    with new_queue() as queue:
+
+        def fail() -> None:
+            raise OSError
+
+        monkeypatch.setattr(remote, "RemoteRing", fail)
+        with pytest.raises(OSError):  # noqa: PT011  # the one above
+            MessageReader(queue.export_handle(), 0)
+    wait_for(
+        lambda: "shmcast-remote" not in [thread.name for thread in threading.enumerate()],
+        "the thread did not end",
+    )
+
+
+def test_program_that_was_interrupted_ends() -> None:
+    """A process where a signal left an end half made is not kept for that."""
+    program = "import shmcast.remote\nshmcast.remote._Loop.enter()\n"
+    start = time.monotonic()
+    assert 0 == subprocess.run([sys.executable, "-c", program], check=False).returncode
+    assert time.monotonic() - start < remote._LINGER_S
+
+
+def test_large_message_is_acknowledged_at_once() -> None:
+    """A released message that is large does not wait for others to be acknowledged with it."""
+    ring, acks = remote.RemoteRing(), []
+    ring.ack = lambda: acks.append(ring.ack_from)
+    ring.ack_from = 100
+    for number, n_bytes in enumerate((10, 1 << 20)):
+        ring.arrived.append(remote._Arrived(number, b"", n_bytes, 0, 0))
+        ring.release()
+    assert [0] == acks
+
+
+def is_open(pipe: Connection, descriptor: int) -> None:
+    """Whether a forked child has it."""
+    try:
+        os.fstat(descriptor)
+        pipe.send(True)
+    except OSError:
+        pipe.send(False)
+
+
+def test_forked_child_keeps_other_connections(connect: Connect, start_child: StartChild) -> None:
+    """A connection that is not ours stays open in a child, though its peer's port is ours."""
+    queue, _ = connect()
+    assert queue._remote is not None
+    with (
+        socket.create_server(("127.0.0.2", queue._remote.port)) as listener,
+        socket.create_connection(listener.getsockname()) as connection,
+    ):
+        child = start_child(is_open, connection.fileno(), method="fork")
+        assert child.receive()
 
 
 # --- bounded memory -------------------------------------------------------------------------------
@@ -1113,6 +1373,12 @@ def test_numpy_is_refused(kind: str) -> None:
         checked_loads(())(stream)
 
 
+def test_allow_is_no_text() -> None:
+    """One name instead of a sequence of them is a TypeError, not a list of letters."""
+    with new_queue(security="none") as queue, pytest.raises(TypeError, match="a sequence of names"):
+        MessageReader(queue.export_handle(), 0, allow="my.package:Step")
+
+
 def test_numpy_may_be_allowed() -> None:
     """Who names numpy's functions in `allow` gets arrays."""
     array = np.arange(3)
@@ -1132,6 +1398,7 @@ def test_numpy_may_be_allowed() -> None:
     [
         ("tcp://192.0.2.1:0", "curve", "an address of this host"),
         ("tcp://no-such-name.invalid:0", "curve", "bind = "),
+        (f"tcp://{'a' * 70}.invalid:0", "curve", "bind = "),
         ("tcp://*:0", "none", "every interface"),
         ("tcp://0.0.0.0:0", "none", "every interface"),
         ("tcp://[::]:0", "none", "every interface"),
