@@ -406,8 +406,8 @@ def _set_common_options(socket: zmq.Socket[bytes], address: str) -> None:
     socket.ipv6 = ":" in address
     socket.sndhwm = socket.rcvhwm = 0  # the window is the limit
     socket.handshake_ivl = int(_GREETING_S * 1e3)
-    # A host that has gone without a word: 60 s; the last one counts for the keepalive too, and for a
-    # peer that lives and takes nothing.
+    # A host that has gone without a word: 60 s. The last one limits the keepalive too, and a peer
+    # that lives and takes nothing.
     socket.tcp_keepalive = 1
     socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = 10, 5, 3
     socket.set(zmq.TCP_MAXRT, 60_000)
