@@ -70,7 +70,6 @@ __all__ = ["MessageQueue", "MessageReader", "QueueStats", "ReaderStats"]
 _log = logging.getLogger("shmcast.queue")
 
 _LOOK_PAUSE_NS: Final = 10_000_000  # a publishing writer looks around at most this often
-_NEVER: Final = math.inf
 _FIRST_PROBE_S: Final = 0.001  # who has waited for less does not ask who is alive
 # A sleep is cut in slices only to notice a death; a wake-up never depends on it. Slices of 10 ms
 # for ever would cost 1.0 to 1.6 % of a core, 40 ms cost 0.5 %.
@@ -388,7 +387,6 @@ class MessageQueue(_QueueEnd):
             raise ConfigError(
                 f"a queue can't be made: {error} (it needs some descriptors: RLIMIT_NOFILE)"
             ) from error
-        self._pending = self._arena.pending
         self._pickler = Pickler(config.oob_threshold_bytes, allocate=self._arena.allocate_buffer)
         self._lock = EndLock("writer")
         _ends.add(self)
@@ -506,9 +504,9 @@ class MessageQueue(_QueueEnd):
         Only a signal handler's exception may come just after the message was published, and a
         ShmcastError may say that it was, but a tensor of `empty` in it can't be used any more.
         """
-        deadline = _NEVER if timeout is None else _deadline(timeout)
+        deadline = math.inf if timeout is None else _deadline(timeout)
         with self._lock if timeout is None else self._lock.until(deadline, QueueFull):
-            if self._pending:  # of a message that was interrupted
+            if self._arena.pending:  # of a message that was interrupted
                 self._arena.settle()
             try:
                 stream, buffers = self._pickler.dumps(obj)
