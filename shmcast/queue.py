@@ -823,6 +823,8 @@ class MessageQueue(_QueueEnd):
         self._control.serve()
 
     def _finish(self) -> None:
+        if not hasattr(self, "_ring"):
+            return  # a signal interrupted an earlier call after its last line
         # Nothing can be published any more, so what the closing mark says is true.
         self._ring.say_closing()
         with contextlib.ExitStack() as parts:
