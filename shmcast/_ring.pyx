@@ -263,23 +263,48 @@ cdef extern from *:
     int unmap "munmap"(void *address, size_t n_bytes) noexcept nogil
 
 
-cdef void *newest_leases = NULL          # the first of all `Leases`
-cdef void *newest_draft = NULL           # the first of all drafts
+cdef struct Link:
+    # An object's place in a list that does not count references: the object's end takes it out.
+    Link *next
+    Link *previous
+    void *owner
+
+
+cdef void link_in(Link **newest, Link *link, void *owner) noexcept:
+    """Put an object at the front of a list."""
+    link.owner, link.next, link.previous = owner, newest[0], NULL
+    if newest[0] is not NULL:
+        newest[0].previous = link
+    newest[0] = link
+
+
+cdef void link_out(Link **newest, Link *link) noexcept:
+    """Take an object out of its list."""
+    if link.previous is NULL:
+        newest[0] = link.next
+    else:
+        link.previous.next = link.next
+    if link.next is not NULL:
+        link.next.previous = link.previous
+
+
+cdef Link *newest_leases = NULL          # of all `Leases`
+cdef Link *newest_draft = NULL           # of all drafts
 
 
 cdef void at_fork(int moment) noexcept:
     """Let a forked child keep what it sees; the GIL is held from the first moment to the last."""
-    cdef void *position = newest_leases
-    while position is not NULL and moment == BEFORE_FORK:
-        (<Leases>position).keep(False)
-        position = (<Leases>position).next_leases
-    position = newest_draft
-    while position is not NULL:
+    cdef Link *link = newest_leases
+    while link is not NULL and moment == BEFORE_FORK:
+        (<Leases>link.owner).keep(False)
+        link = link.next
+    link = newest_draft
+    while link is not NULL:
         if moment == BEFORE_FORK:
-            (<Draft>position).before_fork()
+            (<Draft>link.owner).before_fork()
         else:
-            (<Draft>position).after_fork(moment == IN_CHILD)
-        position = (<Draft>position).next_draft
+            (<Draft>link.owner).after_fork(moment == IN_CHILD)
+        link = link.next
 
 
 if watch_forks(at_fork):
@@ -1400,8 +1425,7 @@ cdef class Draft:
     """
 
     cdef object __weakref__
-    cdef void *next_draft                    # neighbours in the list of all, which does not count
-    cdef void *previous_draft
+    cdef Link link                           # in the list of all
     cdef RingWriter ring
     cdef char *memory
     cdef char *snapshot                      # what a forked child is to see
@@ -1412,7 +1436,6 @@ cdef class Draft:
     cdef unsigned long fork_count_at_start
 
     def __cinit__(self, RingWriter ring not None, uint64_t offset, Py_ssize_t n_bytes):
-        global newest_draft
         cdef char *source = ring.data + offset
         ring._check_not_forked()
         check_block(offset, <uint64_t>n_bytes, 0, ring.arena_offset, ring.data_bytes, ring.n_slots)
@@ -1426,21 +1449,12 @@ cdef class Draft:
         if self.memory is NULL:
             PyErr_SetFromErrno(OSError)
         self.ring = ring
-        self.next_draft = newest_draft
-        if newest_draft is not NULL:
-            (<Draft>newest_draft).previous_draft = <void *>self
-        newest_draft = <void *>self
+        link_in(&newest_draft, &self.link, <void *>self)
 
     def __dealloc__(self):
-        global newest_draft
         if self.ring is None:
             return
-        if self.previous_draft is NULL:
-            newest_draft = self.next_draft
-        else:
-            (<Draft>self.previous_draft).next_draft = self.next_draft
-        if self.next_draft is not NULL:
-            (<Draft>self.next_draft).previous_draft = self.previous_draft
+        link_out(&newest_draft, &self.link)
         if self.is_detached:
             with nogil:
                 unmap(self.memory, self.mapped_bytes)
@@ -1516,8 +1530,7 @@ cdef class Lease:
     """
 
     cdef Leases leases
-    cdef void *next_lease                    # neighbours in the list of all, which does not count
-    cdef void *previous_lease
+    cdef Link link                           # in the list of `Leases`
     cdef char *address
     cdef size_t n_bytes
     cdef uint64_t slot, use
@@ -1542,12 +1555,11 @@ cdef class Leases:
     long as it lives: after the reader was closed, and after the writer's death.
     """
 
-    cdef void *next_leases                   # neighbours in the list of all, which does not count
-    cdef void *previous_leases
+    cdef Link link                           # in the list of all
     cdef char *address                       # of the guard page; the arena follows
     cdef size_t n_bytes
     cdef uint64_t first_offset               # of the guard page in the data file
-    cdef void *newest                        # the first of the list
+    cdef Link *newest                        # of the leases that live
     cdef object pins                         # the mappings that the words below lie in
     cdef uint64_t *given_up
     cdef uint64_t *given_ups
@@ -1556,7 +1568,6 @@ cdef class Leases:
     cdef unsigned long fork_count_at_start
 
     def __cinit__(self, RingReader reader not None, int data_descriptor):
-        global newest_leases
         self.fork_count_at_start = fork_count
         self.first_offset = reader.layout.guard_offset
         self.n_bytes = reader.data_bytes - self.first_offset
@@ -1565,21 +1576,12 @@ cdef class Leases:
         self.address = <char *>map_arena(data_descriptor, self.first_offset, self.n_bytes)
         if self.address is NULL:
             PyErr_SetFromErrno(OSError)
-        self.next_leases = newest_leases
-        if newest_leases is not NULL:
-            (<Leases>newest_leases).previous_leases = <void *>self
-        newest_leases = <void *>self
+        link_in(&newest_leases, &self.link, <void *>self)
 
     def __dealloc__(self):
-        global newest_leases
         if self.address is NULL:
             return
-        if self.previous_leases is NULL:
-            newest_leases = self.next_leases
-        else:
-            (<Leases>self.previous_leases).next_leases = self.next_leases
-        if self.next_leases is not NULL:
-            (<Leases>self.next_leases).previous_leases = self.previous_leases
+        link_out(&newest_leases, &self.link)
         # A forked child has the leased parts alone, and the rest may be somebody else's by now.
         if self.fork_count_at_start == fork_count:
             unmap(self.address, self.n_bytes)
@@ -1604,22 +1606,14 @@ cdef class Leases:
         cdef Lease lease = Lease.__new__(Lease)
         lease.address = self.address + (offset - self.first_offset)
         lease.n_bytes, lease.slot, lease.use = length, slot, use
-        lease.next_lease = self.newest
-        if self.newest is not NULL:
-            (<Lease>self.newest).previous_lease = <void *>lease
-        self.newest = <void *>lease
+        link_in(&self.newest, &lease.link, <void *>lease)
         lease.leases = self
         return lease
 
     cdef void end(self, Lease lease) noexcept:
         """The last reference to a lease has gone; called by its destructor."""
         cdef bint is_dropped
-        if lease.previous_lease is NULL:
-            self.newest = lease.next_lease
-        else:
-            (<Lease>lease.previous_lease).next_lease = lease.next_lease
-        if lease.next_lease is not NULL:
-            (<Lease>lease.next_lease).previous_lease = lease.previous_lease
+        link_out(&self.newest, &lease.link)
         if self.fork_count_at_start != fork_count:
             if lease.is_inherited:
                 unmap(lease.address, whole_pages(lease.n_bytes))
@@ -1636,10 +1630,10 @@ cdef class Leases:
 
     cdef void keep(self, bint for_good) noexcept:
         """Make every page of every lease private: for forked children, or to give the blocks up."""
-        cdef void *position = self.newest
+        cdef Link *link = self.newest
         cdef Lease lease
-        while position is not NULL:
-            lease = <Lease>position
+        while link is not NULL:
+            lease = <Lease>link.owner
             # Not without the GIL: a lease that is taken or ends meanwhile would be missed.
             make_private(lease.address, lease.n_bytes)
             set_inherited(lease.address, lease.n_bytes, True)
@@ -1648,7 +1642,7 @@ cdef class Leases:
                 lease.is_given_up = True
                 if lease.use <= self.released:
                     give_up(self.given_up, self.given_ups, lease.slot, lease.use)
-            position = lease.next_lease
+            link = link.next
 
 
 @cython.final

@@ -107,6 +107,7 @@ class Pickler:
         dump, clear_memo, parts, buffers = kept
         parts.clear()
         dump(obj)
+        # Not with buffers: views of views that are garbage in a cycle crash Python (before 3.13).
         if len(parts) == 1 and not buffers and len(parts[0]) <= _KEPT_STREAM_BYTES:
             clear_memo()
             self._kept = kept

@@ -49,7 +49,7 @@ from shmcast.errors import (
     WriterLost,
 )
 from shmcast.handle import TOKEN_BYTES, Handle
-from shmcast.layout import Layout
+from shmcast.layout import MOST_SLOTS, Layout
 from shmcast.pickler import Pickler, checked_loads, loads, rebuild_tensor
 from shmcast.segment import (
     FIXED_SIZE,
@@ -741,8 +741,11 @@ class MessageQueue(_QueueEnd):
         stats = self.stats()
         _log.warning(
             "writer @%s has no free block for a message, so it goes into a memory file, which is "
-            "slower: %d bytes of arena_bytes = %d are in use, blocks held by rank: %s",
+            "slower: %d of at most %d blocks and %d bytes of arena_bytes = %d are in use, blocks "
+            "held by rank: %s",
             self._address,
+            stats.blocks_in_use,
+            MOST_SLOTS,
             stats.arena_bytes_in_use,
             self._config.arena_bytes,
             stats.blocks_held,
@@ -906,6 +909,8 @@ class MessageQueue(_QueueEnd):
             remote.serve()
 
     def _finish(self) -> None:
+        if not hasattr(self, "_ring"):
+            return  # a signal interrupted an earlier call after its last line
         self._hand_on()
         # Nothing can be published any more, so what the closing mark says is true.
         self._ring.say_closing()
@@ -1157,7 +1162,10 @@ class MessageReader(_QueueEnd):
         for buffer in buffers:
             self._ring.count_buffer(len(buffer))
         self._fallbacks += 1
-        return loads(stream, buffers=buffers)
+        # A small buffer that is kept would keep the whole file.
+        most_bytes = len(memoryview(image)) // 8
+        own = [buffer if len(buffer) > most_bytes else bytearray(buffer) for buffer in buffers]
+        return loads(stream, buffers=own)
 
     def _attach(self, deadline: float) -> None:
         """Go through the handshake, if that is not done; raises QueueNotReady if time is up."""

@@ -265,8 +265,15 @@ class Segment:
                 raise ProtocolError(
                     f"the control file has {control_bytes} bytes, not {layout.control_bytes}"
                 )
-            data = map_file(data_descriptor, layout.data_bytes, writable=False)
-            control = map_file(control_descriptor, layout.control_bytes, writable=True)
+            try:
+                data = map_file(data_descriptor, layout.data_bytes, writable=False)
+                control = map_file(control_descriptor, layout.control_bytes, writable=True)
+            except OSError as error:
+                text = (
+                    f"{error.strerror or error}: the queue's {layout.data_bytes} bytes of address "
+                    f"space can't be mapped (RLIMIT_AS; a smaller arena_bytes needs less)"
+                )
+                raise OSError(error.errno, text) from error
         except BaseException:
             os.close(data_descriptor)
             os.close(control_descriptor)

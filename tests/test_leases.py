@@ -1336,13 +1336,13 @@ def memory_of(descriptor: int) -> tuple[int, int, int, int]:
 
 def test_steady_state(make_queue: MakeQueue) -> None:
     """A thousand messages to readers that keep the last few: memory and descriptors stay flat."""
-    queue, readers = make_queue(n_readers=2, **{**SMALL, "arena_bytes": 64 * MIB})
+    queue, readers = make_queue(n_readers=2, **{**SMALL, "arena_bytes": 256 * MIB})
     kept = [collections.deque[torch.Tensor](maxlen=k) for k in (3, 8)]
-    source = torch.zeros(2 * MIB, dtype=torch.uint8)
+    source = torch.zeros(16 * MIB, dtype=torch.uint8)
     descriptor = queue._segment.data_descriptor
     early = late = (0, 0, 0, 0)
     for number in range(1000):
-        n_bytes = MIB + number * 7919 % MIB
+        n_bytes = 15 * MIB + number * 7919 % MIB
         sent = source[:n_bytes]
         sent[::PAGE] = number % 251
         queue.enqueue(sent, PATIENCE_S)

@@ -292,6 +292,25 @@ def test_late_first_attachment_gets_everything(
 
 
 @pytest.mark.usefixtures("many_descriptors")
+def test_a_kept_part_does_not_keep_its_file(make_queue: MakeQueue) -> None:
+    """A small buffer of a message in a memory file is the reader's own, and the file is freed."""
+
+    def has_file() -> bool:
+        return "memfd:shmcast-message" in Path("/proc/self/maps").read_text()
+
+    queue, (reader,) = make_queue(arena_bytes=0, chunk_bytes=4096, oob_threshold_bytes=1000)
+    contents = [bytearray(b"a" * 1000), bytearray(b"b" * 100_000)]
+    queue.enqueue([pickle.PickleBuffer(content) for content in contents])
+    small, large = reader.dequeue(PATIENCE_S)
+    assert 1 == reader.stats().fallbacks
+    assert contents == [bytes(small), bytes(large)]
+    assert has_file()
+    del large
+    assert not has_file()
+    memoryview(small)[0] = 7
+    assert contents[0][1:] == bytes(small)[1:]
+
+
 def test_many_files_kept_for_a_late_attachment(make_writer: MakeWriter, attach: Attach) -> None:
     """More kept files than fit a socket reach a late reader in order, and are given back."""
     queue, handle = make_writer(n_chunks=350, chunk_bytes=1024, arena_bytes=0)
