@@ -10,7 +10,6 @@ import os
 import random
 import signal
 import socket
-import sys
 import threading
 import time
 import weakref
