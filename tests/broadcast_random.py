@@ -13,7 +13,7 @@ from test_contract import KINDS, new_message, overwrite, print_of
 
 from shmcast import MessageQueue, QueueConfig
 
-CONFIG = QueueConfig(n_chunks=4)
+CONFIG = QueueConfig.load(n_chunks=4)
 EDGES = (0, CONFIG.oob_threshold_bytes, CONFIG.chunk_bytes)
 
 
