@@ -399,7 +399,7 @@ def programs() -> Iterator[Programs]:
 def test_torchrun(
     hosts: Hosts, programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks on each of two hosts, started as the README says, by names: every message, whole."""
+    """Two ranks on each of two hosts, started as the README says, get every message, by names."""
     monkeypatch.setenv("SHMCAST_BIND", "tcp://two:0")
     seed = random.getrandbits(32)
     (options,) = re.findall("^torchrun (.*) broadcast.py$", README, re.MULTILINE)
