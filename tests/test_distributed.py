@@ -301,14 +301,11 @@ class Host:
     name: str
     number: int
 
-    def make(self) -> None:
-        ip("netns", "add", self.name)
-        ip("-n", self.name, "link", "set", "lo", "up")
-
     def connect(self) -> None:
         for address in (f"192.0.2.{self.number}/24", f"2001:db8::{self.number}/64"):
             ip("-n", self.name, "address", "add", address, "dev", "eth0", "nodad")
-        ip("-n", self.name, "link", "set", "eth0", "up")
+        for device in ("lo", "eth0"):
+            ip("-n", self.name, "link", "set", device, "up")
 
     def enter(self) -> None:
         """Move this thread there."""
@@ -316,12 +313,6 @@ class Host:
         with Path("/run/netns", self.name).open() as namespace:
             if libc.setns(namespace.fileno(), 0x40000000) != 0:  # CLONE_NEWNET
                 raise OSError(ctypes.get_errno(), "setns")
-
-    @property
-    def sent_bytes(self) -> int:
-        """What has left it."""
-        path = "/sys/class/net/eth0/statistics/tx_bytes"
-        return int(ip("netns", "exec", self.name, "cat", path))
 
 
 def ip(*arguments: str) -> str:
@@ -333,14 +324,14 @@ def hosts() -> Iterator[tuple[Host, Host]]:
     """Two hosts, 192.0.2.1 and 192.0.2.2, which know each other's names."""
     pair = Host(f"shmcast-{os.getpid()}-1", 1), Host(f"shmcast-{os.getpid()}-2", 2)
     folders = [Path("/etc/netns", host.name) for host in pair]
+    veth = "link add eth0 netns {} type veth peer name eth0 netns {}"
     try:
         try:
             for host in pair:
-                host.make()
+                ip("netns", "add", host.name)
+            ip(*veth.format(*(host.name for host in pair)).split())
         except (OSError, subprocess.CalledProcessError) as error:
             pytest.skip(f"network namespaces can't be made here: {error}")
-        veth = "link add eth0 netns {} type veth peer name eth0 netns {}"
-        ip(*veth.format(*(host.name for host in pair)).split())
         for host, folder in zip(pair, folders, strict=True):
             host.connect()
             # `ip netns exec` shows this as /etc/hosts. IPv6 alone: of two addresses IPv4 is taken.
@@ -421,7 +412,6 @@ def test_remote_reader_dies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A reader that is killed on the other host is lost by name; its rank may be attached again."""
-    monkeypatch.setattr(remote, "RESUME_S", 1.0)
     monkeypatch.setenv("MASTER_ADDR", "2001:db8::2")
     saved = tmp_path / "queue.json"
 
@@ -430,6 +420,7 @@ def test_remote_reader_dies(
             if isinstance(end, MessageReader):
                 pipe.send("ready")
                 return list(collections.deque(end, len(MESSAGES)))  # the last ones
+            monkeypatch.setattr(remote, "RESUME_S", 1.0)
             end.export_handle().save(saved)
             pipe.send(end.export_handle().endpoint)
             with pytest.raises(ReaderLost) as lost:
