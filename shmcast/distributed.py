@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import operator
 import os
 import secrets
 import socket
@@ -64,14 +65,13 @@ def create_from_process_group(
             reader_rank = rank - (rank > writer_rank)
             end = undo.enter_context(MessageQueue.create_from_handle(handle, reader_rank))
 
-    with contextlib.ExitStack() as undo:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as door:
-            openings = _together(group, lambda: _open(door, rank, size, writer_rank))
-            if len({asked for asked, _ in openings}) > 1:
-                asked_ranks = [asked for asked, _ in openings]
-                raise ConfigError(f"the group's ranks disagree on writer_rank: {asked_ranks}")
-            _, name = openings[writer_rank]
-            are_near = _together(group, lambda: is_writer or _is_near(door, name))
+    with contextlib.ExitStack() as undo, contextlib.ExitStack() as doors:
+        openings = _together(group, lambda: _open(doors, rank, size, writer_rank))
+        asked_ranks = [asked for asked, _ in openings]
+        if len({*asked_ranks}) > 1:
+            raise ConfigError(f"the group's ranks disagree on writer_rank: {asked_ranks}")
+        _, name = openings[writer_rank]
+        are_near = _together(group, lambda: is_writer or _is_near(name))
         del are_near[writer_rank]
         local_ranks = tuple(reader for reader, is_near in enumerate(are_near) if is_near)
         handle = _together(group, create)[writer_rank]
@@ -104,7 +104,7 @@ def _together(group: dist.ProcessGroup | None, step: Callable[[], _Result]) -> l
     return outcomes  # type: ignore[return-value]  # each has been replaced
 
 
-def _open(door: socket.socket, rank: int, size: int, writer_rank: int) -> tuple[int, str]:
+def _open(doors: contextlib.ExitStack, rank: int, size: int, writer_rank: int) -> tuple[int, str]:
     """The writer that this rank was asked for, and the name at which it listens if it is that."""
     if size < 2:
         raise ConfigError("a process group of one rank has no readers; allowed are two or more")
@@ -115,24 +115,30 @@ def _open(door: socket.socket, rank: int, size: int, writer_rank: int) -> tuple[
         )
     name = f"shmcast-{secrets.token_hex(16)}"
     if rank == writer_rank:
+        door = doors.enter_context(_new_socket())
         door.bind("\0" + name)
         door.listen(size)  # nobody accepts: to be connected is all there is to it
-    return writer_rank, name
+    return operator.index(writer_rank), name
 
 
-def _is_near(door: socket.socket, name: str) -> bool:
+def _is_near(name: str) -> bool:
     """
-    Whether the writer can be reached through the control socket, and is the same user's.
+    Whether the writer can be reached through a control socket, and is the same user's.
 
     The name exists in one network namespace of one kernel, so nothing else needs to be compared.
     """
-    try:
-        door.connect("\0" + name)
-    except OSError:
-        return False
-    credentials = door.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    with _new_socket() as probe:
+        try:
+            probe.connect("\0" + name)
+        except OSError:
+            return False
+        credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, uid, _ = struct.unpack("3i", credentials)
     return bool(uid == os.geteuid())
+
+
+def _new_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
 
 
 def _fitted(config: QueueConfig | None, n_readers: int, local_ranks: Sequence[int]) -> QueueConfig:

@@ -7,9 +7,11 @@ import collections
 import contextlib
 import ctypes
 import datetime
+import errno
 import os
 import random
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -228,18 +230,40 @@ def test_no_address(
         assert re.fullmatch(f"{start} on other hosts, since MASTER_ADDR = {master!r} {text}", found)
 
 
-@pytest.mark.parametrize("writer_rank", [-1, 2])
-def test_writer_rank_outside(start_ranks: StartRanks, writer_rank: int) -> None:
-    """A writer's rank that the group does not have is an error on all, even if one asks for it."""
+@pytest.mark.parametrize(
+    ("writer_rank", "error", "text"),
+    [
+        (2, ConfigError, "writer_rank = 2 is not allowed; allowed is a rank of the group, from 0 "),
+        (-1, ConfigError, "writer_rank = -1 is not allowed"),
+        (1.0, TypeError, ""),
+    ],
+)
+def test_wrong_writer_rank(
+    start_ranks: StartRanks, writer_rank: Any, error: type[Exception], text: str
+) -> None:
+    """What is no rank of the group is an error on all, even if only one asks for it as writer."""
 
     def play(rank: int, _pipe: Connection) -> Any:
-        return create(None, writer_rank=writer_rank if rank else 0)
+        return create(None, writer_rank=writer_rank if rank else 1)
 
-    texts = texts_of(start_ranks.outcomes(2, play), ConfigError)
-    text = (
-        f"writer_rank = {writer_rank} is not allowed; allowed is a rank of the group, from 0 to 1"
-    )
-    assert 2 * [text] == texts
+    texts = texts_of(start_ranks.outcomes(2, play), error)
+    assert [True, True] == [found.startswith(text) for found in texts]
+
+
+def test_out_of_descriptors(start_ranks: StartRanks) -> None:
+    """A rank that has no descriptor left is an error on all."""
+
+    def play(rank: int, _pipe: Connection) -> Any:
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, allowed[1]))
+        try:
+            return create(None)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, allowed)
+
+    outcomes = start_ranks.outcomes(2, play)
+    assert 2 * [errno.EMFILE] == [outcome.errno for outcome in outcomes]
 
 
 def test_ranks_disagree(start_ranks: StartRanks) -> None:
