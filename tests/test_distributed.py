@@ -338,6 +338,12 @@ class Host:
             if libc.setns(namespace.fileno(), 0x40000000) != 0:  # CLONE_NEWNET
                 raise OSError(ctypes.get_errno(), "setns")
 
+    @property
+    def sent_bytes(self) -> int:
+        """What has left it."""
+        path = "/sys/class/net/eth0/statistics/tx_bytes"
+        return int(ip("netns", "exec", self.name, "cat", path))
+
 
 def ip(*arguments: str) -> str:
     return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
@@ -476,6 +482,29 @@ def enqueue_for_ever(end: MessageQueue) -> None:
 def read_from_handle(pipe: Connection, path: Path, rank: int, host: Host) -> None:
     host.enter()
     pipe.send(use(MessageQueue.create_from_handle(Handle.load(path), rank)))
+
+
+def test_once_per_host(
+    hosts: Hosts, start_ranks: StartRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two readers on another host cost the network what one of them does."""
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
+    messages = [os.urandom(4 << 20) for _ in range(8)]
+
+    def play(_rank: int, _pipe: Connection) -> Any:
+        with create(None) as end:
+            if isinstance(end, MessageReader):
+                return messages == list(end)
+            for message in messages:
+                end.enqueue(message, PATIENCE_S)
+        return None
+
+    sent_bytes = hosts[0].sent_bytes
+    outcomes = start_ranks.outcomes(3, play, [hosts[0], hosts[1], hosts[1]])
+    sent_bytes = hosts[0].sent_bytes - sent_bytes
+    assert [None, True, True] == outcomes
+    payload_bytes = sum(map(len, messages))
+    assert payload_bytes < sent_bytes < 1.3 * payload_bytes
 
 
 # --- the README's programs ------------------------------------------------------------------------
