@@ -68,6 +68,7 @@ from shmcast.segment import (
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
 
     # zmq is imported only where there are remote readers.
     from shmcast.remote import Arrived, Peer, RemoteReader, RemoteRing, RemoteWriter, RingSizes
@@ -455,6 +456,40 @@ class MessageQueue(_QueueEnd):
     ) -> MessageReader:
         """Attach a reader to the handle's queue; the same as `MessageReader(...)`."""
         return MessageReader(handle, rank, allow)
+
+    @staticmethod
+    def create_from_process_group(
+        group: ProcessGroup | None, config: QueueConfig | None = None, writer_rank: int = 0
+    ) -> MessageQueue | MessageReader:
+        """
+        One queue for the ranks of a `torch.distributed` process group: each gets its end, ready.
+
+        Every rank of the group makes this call. One becomes the writer, the others become readers,
+        whose ranks are counted from 0 in the group's order. Who can't reach the writer's control
+        socket is on another host. An error on one rank is raised on all of them.
+
+        The queue's secrets travel as the group's own messages do (with gloo in clear): whoever can
+        read these can read the queue.
+
+        Args:
+            group: any kind of group that exchanges objects, such as gloo's; None is the default
+                group.
+            config: the writer's settings; those of the other ranks have no effect. `n_readers` and
+                `local_reader_ranks` are what the group has; leave them out. Where there are other
+                hosts and no `bind`, it is a free port at the address by which the writer's host
+                reaches `MASTER_ADDR`.
+            writer_rank: the rank in the group that becomes the writer.
+
+        Raises:
+            ConfigError: this process is not in the group, or nobody else is; `writer_rank` is not a
+                rank of it, or not the same on all ranks; a setting contradicts the group; `bind` is
+                needed, or no address of the writer's host.
+            QueueNotReady: the ends did not reach each other within 60 s.
+            WriterLost: a rank can't reach the writer.
+        """
+        from shmcast.distributed import create_from_process_group
+
+        return create_from_process_group(group, config, writer_rank)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
