@@ -55,7 +55,7 @@ from shmcast import (
     WriterLost,
     remote,
 )
-from shmcast.pickler import checked_loads
+from shmcast.pickler import checked_loads, rebuild_tensor
 
 BIND = "tcp://127.0.0.1:0"
 SECURITIES = ["curve", "none"]
@@ -1390,6 +1390,19 @@ def test_numpy_is_refused(kind: str) -> None:
     stream = pickle.dumps(hostile_arrays()[kind], protocol=5)
     with pytest.raises(ProtocolError, match="numpy"):
         checked_loads(())(stream)
+
+
+def test_a_stream_changes_no_function() -> None:
+    """A stream that sets attributes of what it may name changes nothing for later messages."""
+    stream = b"".join(
+        (
+            b"\x80\x05cshmcast.pickler\nrebuild_tensor\n",
+            b"(N}X\x0c\0\0\0__defaults__(K\x01tst",  # no state, but {"__defaults__": (1,)}
+            b"b.",
+        )
+    )
+    checked_loads(())(stream)
+    assert rebuild_tensor.__defaults__ is None
 
 
 def test_allow_is_no_text() -> None:
