@@ -47,7 +47,15 @@ from shmcast.errors import (
     WriterLost,
 )
 
-__all__ = ["WRITER_BYTE", "Holder", "LockFile", "ReaderControl", "WriterControl", "is_foreign"]
+__all__ = [
+    "WRITER_BYTE",
+    "Holder",
+    "LockFile",
+    "ReaderControl",
+    "WriterControl",
+    "is_foreign",
+    "peer_of",
+]
 
 _log = logging.getLogger("shmcast.control")
 
@@ -189,7 +197,7 @@ def _is_gone(pidfd: int | None) -> bool:
     return bool(poll.poll(0))
 
 
-def _peer_of(connection: socket.socket) -> tuple[int, int]:
+def peer_of(connection: socket.socket) -> tuple[int, int]:
     """The process and the user on the other side, as the kernel knows them."""
     credentials = connection.getsockopt(
         socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
@@ -531,7 +539,7 @@ class WriterControl:
                     )
                 return
             accepted.setblocking(False)
-            pid, uid = _peer_of(accepted)
+            pid, uid = peer_of(accepted)
             if uid != os.geteuid():
                 accepted.close()
                 continue
@@ -825,7 +833,7 @@ class ReaderControl:
                 f"rank {self.rank} found no writer at @{self.address}: it has closed or died, or "
                 f"is in another network namespace (such a reader is a remote one)"
             ) from None
-        pid, uid = _peer_of(self._socket)
+        pid, uid = peer_of(self._socket)
         if uid != os.geteuid():
             raise AuthenticationError(
                 f"the socket @{self.address} belongs to user {uid}, not to {os.geteuid()}"

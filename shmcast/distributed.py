@@ -21,7 +21,6 @@ import operator
 import os
 import secrets
 import socket
-import struct
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
@@ -29,6 +28,7 @@ import attrs
 import torch.distributed as dist
 
 from shmcast.config import QueueConfig
+from shmcast.control import peer_of
 from shmcast.errors import ConfigError
 from shmcast.handle import Handle
 from shmcast.queue import MessageQueue, MessageReader
@@ -132,9 +132,8 @@ def _is_near(name: str) -> bool:
             probe.connect("\0" + name)
         except OSError:
             return False
-        credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", credentials)
-    return bool(uid == os.geteuid())
+        _, uid = peer_of(probe)
+    return uid == os.geteuid()
 
 
 def _new_socket() -> socket.socket:

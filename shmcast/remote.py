@@ -563,6 +563,8 @@ class RemoteWriter(_Link):
             raise ConfigError(f"{refusal}: {error.strerror}") from error
         except UnicodeError as error:
             raise ConfigError(f"{refusal}: {error}") from error
+        if host not in (address, "localhost") and ipaddress.ip_address(address).is_loopback:
+            _log.warning("bind = %r is %s here, which other hosts can't reach", bind, address)
         if security == "none" and _is_wildcard(address):
             raise ConfigError(
                 f"{refusal} with security = 'none': anyone could attach on every interface; "

@@ -1401,7 +1401,8 @@ def test_a_stream_changes_no_function() -> None:
             b"b.",
         )
     )
-    checked_loads(())(stream)
+    with pytest.raises(TypeError):
+        checked_loads(())(stream)
     assert rebuild_tensor.__defaults__ is None
 
 
