@@ -1111,8 +1111,8 @@ class MessageReader(_QueueEnd):
         self._ring: RingReader | RemoteRing
         self._remote: RemoteReader | None = None  # `_control`, if that is one
         self._handle = handle
-        self._relayed: _Relayed | None = None
-        self._join_at = math.inf  # when a remote reader looks for its host's relay
+        self._candidate: MessageReader | None = None  # of a relay that has not answered yet
+        self._join_at = 0.0  # when a remote reader looks for its host's relay
         if self._rank in handle.local_reader_ranks:
             self._control = ReaderControl.connect(self._address, handle.token, self._rank)
         else:
@@ -1127,7 +1127,6 @@ class MessageReader(_QueueEnd):
         keys = CurveKeys(*handle.curve_keys) if handle.curve_keys else None
         if keys is None:  # nobody vouches for what comes
             self._loads = checked_loads(allow)
-        self._join_at = 0.0
         self._control = self._remote = remote = RemoteReader(
             endpoint=handle.endpoint, keys=keys, token=handle.token, rank=self._rank
         )
@@ -1381,40 +1380,48 @@ class MessageReader(_QueueEnd):
         return True
 
     def _see_to_relay(self, deadline: float) -> None:
-        """Look for the relay of this host, or become it; leave one that is over."""
-        if self._relayed is not None and self._relayed.is_over():
-            self._leave_relay()
+        """Leave a relay that is over; look for the one of this host, or become it."""
+        remote = self._remote
+        if remote is None:
+            return
+        relayed = remote.ring.relayed
+        if relayed is not None:
+            if not relayed.is_over():
+                return
+            self._join_at = 0.0
+            remote.take_from(None)
+            relayed.close()
         now = time.monotonic()
         if now < self._join_at:
             return
         self._join_at = now + _JOIN_PAUSE_S
         try:
-            self._join(min(_JOIN_S, deadline - now))
+            self._join(remote, deadline)
         except (ShmcastError, OSError) as error:
             if is_foreign(error):
                 raise
+            self._candidate = None
             _log.info("rank %d takes its messages from the writer itself: %s", self._rank, error)
 
-    def _join(self, timeout_s: float) -> None:
-        assert self._remote is not None  # no other reader looks for a relay
-        reader = self._reader_of_relay()
+    def _join(self, remote: RemoteReader, deadline: float) -> None:
+        is_new = self._candidate is None
+        if is_new:
+            self._candidate = self._new_candidate(remote)
+        reader = self._candidate
         if reader is None:
             self._join_at = math.inf
             return
-        with contextlib.ExitStack() as undo:
-            undo.callback(reader.close)
-            reader.wait_until_ready(max(0.0, timeout_s))
-            self._relayed = relayed = _Relayed(reader)
-            undo.pop_all()
-        self._join_at = math.inf
-        self._spin_ns = reader._spin_ns
-        self._remote.take_from(relayed)
+        # A relay answers at once. One that is stopped is asked again, without waiting.
+        patience_s = _JOIN_S if is_new else 0.0
+        with contextlib.suppress(QueueNotReady):
+            reader.wait_until_ready(max(0.0, min(patience_s, deadline - time.monotonic())))
+            remote.take_from(_Relayed(reader))
+            self._candidate = None
 
-    def _reader_of_relay(self) -> MessageReader | None:
-        """A new reader of this host's relay, or None if this end has become that."""
-        remote, handle = self._remote, _relay_handle(self._handle)
-        assert remote is not None
+    def _new_candidate(self, remote: RemoteReader) -> MessageReader | None:
+        """A reader of this host's relay, or None if this end has become that."""
         assert remote.sizes is not None  # it is admitted
+        handle = _relay_handle(self._handle)
         with contextlib.suppress(WriterLost):  # there is none
             return MessageReader(handle, self._rank)
         try:
@@ -1422,13 +1429,6 @@ class MessageReader(_QueueEnd):
         except ConfigError:  # another one was faster
             return MessageReader(handle, self._rank)
         return None
-
-    def _leave_relay(self) -> None:
-        assert self._remote is not None  # as above
-        assert self._relayed is not None
-        self._remote.take_directly()
-        self._relayed.close()
-        self._relayed, self._join_at, self._spin_ns = None, 0.0, 0
 
     def _lease_blocks(self) -> None:
         assert isinstance(self._ring, RingReader)  # no other has an arena
@@ -1445,8 +1445,10 @@ class MessageReader(_QueueEnd):
     def _finish(self) -> None:
         with contextlib.ExitStack() as parts:
             parts.callback(self._control.close)
-            if self._relayed is not None:
-                parts.callback(self._relayed.close)
+            if self._candidate is not None:
+                parts.callback(self._candidate.close)
+            if self._remote is not None and self._remote.ring.relayed is not None:
+                parts.callback(self._remote.ring.relayed.close)
             if hasattr(self, "_segment"):
                 parts.callback(self._segment.close)
             if hasattr(self, "_ring"):
@@ -1523,9 +1525,10 @@ class _Relayed:
         self._head = None
         self._ring.release()
 
-    def wait(self, spin_ns: int, sleep_ns: int) -> None:
+    def wait(self, sleep_ns: int) -> None:
         """Wait for the next one."""
-        self._ring.wait(spin_ns, sleep_ns)
+        spin_ns = min(self._reader._spin_ns, sleep_ns)
+        self._ring.wait(spin_ns, sleep_ns - spin_ns)
 
     def nudge(self) -> None:
         """End the present wait or else the next one, from any thread."""

@@ -1047,11 +1047,17 @@ class Relayed(Protocol):
     def release(self) -> None:
         """Give back the message that was taken."""
 
-    def wait(self, spin_ns: int, sleep_ns: int) -> None:
+    def wait(self, sleep_ns: int) -> None:
         """Wait for the next one."""
 
     def nudge(self) -> None:
         """End the present wait or else the next one, from any thread."""
+
+    def is_over(self) -> bool:
+        """Whether nothing more will come from there."""
+
+    def close(self) -> None:
+        """Leave the ring."""
 
 
 class RemoteRing:
@@ -1123,7 +1129,7 @@ class RemoteRing:
         """Sleep until something changes; returns early for a signal."""
         start = time.monotonic()
         if self.relayed is not None:
-            self.relayed.wait(spin_ns, sleep_ns)
+            self.relayed.wait(spin_ns + sleep_ns)
         else:
             self.event.clear()
             if not (self.arrived or self.is_struck or self.is_closing or self._is_stopped):
@@ -1214,9 +1220,9 @@ class RemoteReader(_Link):
         self._has_said_done = False  # over it
         self._relay: Relay | None = None
         self._tend_at = 0.0
-        # Asked by the reader's end; the I/O thread takes them out.
+        # Stored by the reader's end; the I/O thread takes it out.
         self._new_relay: Relay | None = None
-        self._has_to_resume = self._has_to_say_via = False
+        self._told: Relayed | None = None  # where the writer takes this end to get its messages
         self.ring = RemoteRing()  # before the loop counts this end: it may find no descriptor
         self._loop = _Loop.enter()
         self.ring.ack = self._loop.wake
@@ -1285,16 +1291,9 @@ class RemoteReader(_Link):
         self._new_relay = relay
         self._loop.wake()
 
-    def take_from(self, relayed: Relayed) -> None:
-        """Have what follows sent to the reader that relays alone."""
+    def take_from(self, relayed: Relayed | None) -> None:
+        """Have what follows sent to the relay alone; or, with None, what is missing to this end."""
         self.ring.relayed = relayed
-        self._has_to_say_via = True
-        self._loop.wake()
-
-    def take_directly(self) -> None:
-        """Have what has not arrived sent to this end itself."""
-        self.ring.relayed = None
-        self._has_to_resume = True
         self._loop.wake()
 
     def close(self) -> None:
@@ -1347,11 +1346,11 @@ class RemoteReader(_Link):
         return min(self._ack_at, now + self._pause_s)
 
     def _say_what_is_due(self, now: float) -> None:
-        if self._has_to_resume:
-            self._greet(now)
         relayed = self.ring.relayed
-        if self._has_to_say_via and relayed is not None:
-            self._has_to_say_via = False
+        if self._told is not None and self._told is not relayed:
+            self._greet(now)
+        if relayed is not None and self._told is None:
+            self._told = relayed
             self._say(_VIA, relayed.session)
         if self.ring.is_closing and not self._has_said_done:
             self._has_said_done = True
@@ -1484,8 +1483,7 @@ class RemoteReader(_Link):
     def _greet(self, now: float) -> None:
         self._hello_at = now + _BEAT_S
         kind = _RESUME if self.is_admitted else _HELLO
-        self._has_to_resume = self._has_said_done = False
-        self._has_to_say_via = True  # if there is a relay, for a greeting ends that
+        self._told, self._has_said_done = None, False
         self.ring.n_arrived = self.ring.n_reached
         self._say(kind, self.ring.n_arrived, self._token.encode() + _who())
 

@@ -366,7 +366,8 @@ def test_a_silent_squatter(host: Host) -> None:
             queue.enqueue(message_of(0))
             assert_is(0, reader.dequeue(PATIENCE_S))
             assert not is_relay(reader)
-            assert reader._relayed is None
+            assert reader._remote is not None
+            assert reader._remote.ring.relayed is None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
@@ -389,7 +390,8 @@ def test_another_user_s_squatter() -> None:
                 reader.wait_until_ready(PATIENCE_S)
                 queue.enqueue(message_of(0))
                 assert_is(0, reader.dequeue(PATIENCE_S))
-                assert reader._relayed is None
+                assert reader._remote is not None
+            assert reader._remote.ring.relayed is None
             squatter.communicate(b"\n", PATIENCE_S)
 
 
