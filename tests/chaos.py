@@ -3,7 +3,8 @@ Chaos: the ends of queues are started, stopped and killed at random, and every d
 
 A program of its own, since it forks the ends and so must have no threads and no queue itself::
 
-    python tests/chaos.py chaos|groups bytes|tensors|remote SEED KILLS
+    python tests/chaos.py chaos bytes|tensors|remote SEED SECONDS
+    python tests/chaos.py groups bytes|tensors|remote SEED KILLS
     python tests/chaos.py soak soak SEED SECONDS
 
 What is sent follows from the seed and the message's number, and each reader makes it anew. An end
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import gc
 import json
 import logging
@@ -51,6 +53,7 @@ N_SAMPLES: Final = 40
 
 # The words of an end's page, and what `STATE` says. `KILLS` is followed by a word for each rank.
 STATE, COMMAND, FIRST, NEXT, INTENDED, PUBLISHED, LOSSES, KILLS = range(8)
+HANDLE: Final = 1024  # the byte where a writer's handle begins
 STARTED, ATTACHED, LEFT, CLOSED, LOST = range(5)
 Page = Any  # a memoryview of int64
 
@@ -237,8 +240,14 @@ def possessions() -> tuple[int, int, int]:
     )
 
 
-def wait_until_only(before: tuple[int, int, int]) -> None:
-    """Wait until a closed end has left nothing in this process."""
+@functools.cache
+def possessions_at_start() -> tuple[int, int, int]:
+    """Those of the engine, before it forks, and so of each end."""
+    return possessions()
+
+
+def wait_until_nothing_is_left() -> None:
+    """Wait until a closed end has left nothing in its process."""
     gc.collect()
     if "shmcast.remote" in sys.modules:
         import zmq.utils.garbage
@@ -248,6 +257,7 @@ def wait_until_only(before: tuple[int, int, int]) -> None:
             "the thread for remote ends is left",
         )
         zmq.utils.garbage.gc.stop()  # pyzmq's own
+    before = possessions_at_start()
     wait_until(lambda: possessions() == before, f"more is left than {before}")
 
 
@@ -258,13 +268,12 @@ def wait_until(condition: Callable[[], object], otherwise: str) -> None:
         time.sleep(0.001)
 
 
-def write(page: Page, pipe: int, kind: Bytes, seed: str, config: QueueConfig) -> None:
+def write(page: Page, kind: Bytes, seed: str, config: QueueConfig) -> None:
     """Be a writer until told to close."""
-    before = possessions()
     rng, messages = random.Random(seed), Messages(kind, seed)
     queue = MessageQueue(config)
-    os.write(pipe, queue.export_handle().to_json().encode())
-    os.close(pipe)
+    text = queue.export_handle().to_json().encode()
+    page.cast("B")[HANDLE : HANDLE + len(text)] = text
     page[STATE] = ATTACHED
     told: collections.Counter[int] = collections.Counter()
     while not page[COMMAND]:
@@ -293,7 +302,7 @@ def write(page: Page, pipe: int, kind: Bytes, seed: str, config: QueueConfig) ->
     queue.close()
     messages.drop_all()
     del queue, message
-    wait_until_only((before[0] - 1, *before[1:]))  # without the pipe
+    wait_until_nothing_is_left()
     page[STATE] = CLOSED
 
 
@@ -312,7 +321,6 @@ def read(
         least: the number that the first message has at least; None for the rank's first reader.
         writer: the writer's page.
     """
-    before = possessions()
     rng, messages = random.Random(f"{seed} {least}"), Messages(kind, seed)
     reader = message = None
     try:
@@ -345,7 +353,7 @@ def read(
         reader.close()
     messages.drop_all()
     del reader, message
-    wait_until_only(before)
+    wait_until_nothing_is_left()
     page[STATE] = verdict
 
 
@@ -374,10 +382,6 @@ class End:
     def is_busy(self) -> bool:
         """Whether it is attached, and neither told to go nor killed."""
         return self.page[STATE] == ATTACHED and not (self.page[COMMAND] or self.is_killed)
-
-    @property
-    def was_attached(self) -> bool:
-        return bool(self.page[FIRST] >= 0)
 
     def kill(self) -> None:
         self.is_killed = True
@@ -411,26 +415,22 @@ class Group:
     def __init__(self, kind: Bytes, seed: str, config: QueueConfig) -> None:
         self.figures: collections.Counter[str] = collections.Counter()
         self._kind, self._seed, self._config = kind, seed, config
-        ours, its = os.pipe()
-        self.writer = End("writer", write, its, kind, seed, config)
-        os.close(its)
-        self.handle = Handle.from_json(os.read(ours, mmap.PAGESIZE).decode())
-        os.close(ours)
+        self.writer = End("writer", write, kind, seed, config)
         self.readers: dict[int, End] = {}
-        self._ended: list[tuple[int, End]] = []
         self.is_ending = False
-        self.look()
+        self._ever_attached: set[int] = set()
+        self._unreplaced: set[int] = set()  # ranks whose reader was killed
+        self._n_killed = 0
+        self._last_taken: list[tuple[End, int]] = []  # of those who were told the end
 
     @property
     def ends(self) -> list[End]:
         return [self.writer, *self.readers.values()]
 
-    def _start_reader(self, rank: int) -> None:
-        has_been = any(rank == other and end.was_attached for other, end in self._ended)
-        least = self.writer.page[PUBLISHED] if has_been else None
-        name = "local" if rank in self.handle.local_reader_ranks else "remote"
-        arguments = self._kind, self._seed, self.handle, rank, least, self.writer.page
-        self.readers[rank] = End(name, read, *arguments)
+    @property
+    def handle(self) -> Handle:
+        text = bytes(self.writer.page.cast("B")[HANDLE:]).rstrip(b"\0")
+        return Handle.from_json(text.decode())
 
     def kill(self, end: End) -> None:
         for rank, reader in self.readers.items():
@@ -451,81 +451,90 @@ class Group:
         self.figures["stops"] += 1
 
     def look(self) -> bool:
-        """See who has ended, and replace it; whether the group is over, as it should be."""
+        """See who has ended, and replace readers; whether the group is over, as it should be."""
         for end in self.ends:
             if not end.has_ended:
                 end.look(is_to_end=self.is_ending)
         for rank, end in list(self.readers.items()):
             if end.has_ended:
-                self._ended.append((rank, self.readers.pop(rank)))
-        if not self.is_ending:
+                self._take(rank, end)
+        if not self.is_ending and self.writer.page[STATE] == ATTACHED:
             for rank in set(range(self._config.n_readers)) - set(self.readers):
                 self._start_reader(rank)
         if not self.writer.has_ended or self.readers:
             return False
-        self._check_verdicts()
-        self._check_losses()
-        assert self.handle.local_address not in Path("/proc/net/unix").read_text()
-        deliveries = (
-            end.page[NEXT] - end.page[FIRST] for _, end in self._ended if end.was_attached
-        )
-        self.figures.update(deliveries=sum(deliveries), messages=self.writer.page[PUBLISHED])
+        self._check_end()
+        self.figures["messages"] += self.writer.page[PUBLISHED]
         self.figures["queues"] += 1
         return True
 
-    def _check_verdicts(self) -> None:
-        """Check that everybody was told the right end, after the right message."""
+    def _start_reader(self, rank: int) -> None:
+        handle, writer = self.handle, self.writer.page
+        least = writer[PUBLISHED] if rank in self._ever_attached else None
+        name = "local" if rank in handle.local_reader_ranks else "remote"
+        self.readers[rank] = End(name, read, self._kind, self._seed, handle, rank, least, writer)
+
+    def _take(self, rank: int, end: End) -> None:
+        """Take note of a reader that has ended."""
+        del self.readers[rank]
+        if end.page[FIRST] < 0:
+            # A remote one may come too late on a loaded machine; the next one tries again.
+            assert self.is_ending or end.name == "remote", f"{end.name} was not admitted"
+            return
+        self.figures["deliveries"] += end.page[NEXT] - end.page[FIRST]
+        self._ever_attached.add(rank)
+        self._unreplaced.discard(rank)
+        if end.is_killed:
+            self._n_killed += 1
+            self._unreplaced.add(rank)
+        elif end.page[STATE] == LEFT:
+            assert end.page[COMMAND], "nobody told it to leave"
+        else:
+            self._last_taken.append((end, end.page[NEXT]))
+
+    def _check_end(self) -> None:
+        """Check what the readers were told, and after which message; and what the writer saw."""
         assert self.is_ending, "the writer has gone by itself"
         was_killed, n_published = self.writer.is_killed, self.writer.page[PUBLISHED]
-        most = self.writer.page[INTENDED] if was_killed else n_published
-        last_taken = set()
-        for rank, end in self._ended:
-            state, n_taken = end.page[STATE], end.page[NEXT]
-            if end.is_killed or (state == LEFT and end.page[COMMAND]) or not end.was_attached:
-                continue
-            assert state == (LOST if was_killed else CLOSED), (end.name, state)
-            is_local = rank in self.handle.local_reader_ranks
+        for end, n_taken in self._last_taken:
+            assert end.page[STATE] == (LOST if was_killed else CLOSED), (end.name, was_killed)
             # What is on its way to other hosts dies with the writer.
-            least = n_published if is_local or not was_killed else 0
+            least = 0 if end.name == "remote" and was_killed else n_published
+            most = self.writer.page[INTENDED] if was_killed else n_published
             assert least <= n_taken <= most, (end.name, least, n_taken, most)
-            if is_local:
-                last_taken.add(n_taken)
-        assert len(last_taken) <= 1, last_taken
-
-    def _check_losses(self) -> None:
-        """Check that the writer has counted each killed reader, once."""
-        n_killed = sum(end.is_killed for _, end in self._ended)
-        last = {rank: end for rank, end in self._ended if end.was_attached}
-        n_replaced = sum(end.is_killed and end is not last[rank] for rank, end in self._ended)
-        n_losses = self.writer.page[LOSSES]
-        assert self.writer.is_killed or n_replaced <= n_losses <= n_killed, (n_replaced, n_losses)
+        last_taken = {n_taken for end, n_taken in self._last_taken if end.name == "local"}
+        assert len(last_taken) <= 1, f"one got less than another: {last_taken}"
+        n_losses, least = self.writer.page[LOSSES], self._n_killed - len(self._unreplaced)
+        assert was_killed or least <= n_losses <= self._n_killed, (least, n_losses)
+        assert self.handle.local_address not in Path("/proc/net/unix").read_text()
 
 
 # --- what happens to them -------------------------------------------------------------------------
 
 
-def chaos(kind: Bytes, rng: random.Random, n_kills: int) -> collections.Counter[str]:
-    """Kill this many ends that are attached, in several queues at a time."""
+def chaos(kind: Bytes, rng: random.Random, seconds: float) -> collections.Counter[str]:
+    """Kill ends that are attached, in several queues at a time, and then let all others end."""
     groups: list[Group] = []
     figures: collections.Counter[str] = collections.Counter()
-    n_killed = 0
-    while groups or n_killed < n_kills:
-        while n_killed < n_kills and len(groups) < kind.n_groups:
+    until = time.monotonic() + seconds
+    is_over = False
+    while groups or not is_over:
+        is_over = time.monotonic() > until and figures["kills of writer"] > 0
+        while len(groups) < kind.n_groups and not is_over:
             groups.append(Group(kind, f"{rng.getrandbits(64):x}", kind.config(rng)))
         group = rng.choice(groups)
-        ends = [group.writer] if rng.random() < 0.06 else list(group.readers.values())
-        if n_killed >= n_kills:
-            ends = [group.writer]
-        ends = [end for end in ends if end.is_busy]
-        if ends:
-            end, chance = rng.choice(ends), rng.random()
-            if chance < 0.1:
-                group.stop(end, rng.uniform(0, LONGEST_STOP_S))
-            elif chance < 0.2 or n_killed >= n_kills:
-                group.tell_to_go(end)
-            else:
-                group.kill(end)
-                n_killed += 1
+        is_writer = is_over or rng.random() < 0.06
+        ends = [group.writer] if is_writer else list(group.readers.values())
+        end = rng.choice([end for end in ends if end.is_busy] or [None])
+        chance = rng.random()
+        if end is None:
+            pass
+        elif is_over or chance < 0.1:
+            group.tell_to_go(end)
+        elif chance < 0.2:
+            group.stop(end, rng.uniform(0, LONGEST_STOP_S))
+        else:
+            group.kill(end)
         for group in list(groups):
             if group.look():
                 groups.remove(group)
@@ -545,7 +554,8 @@ def kill_groups(kind: Bytes, rng: random.Random, n_kills: int) -> collections.Co
         while time.monotonic() < until:
             time.sleep(0.001)
             group.look()
-        addresses.append(group.handle.local_address)
+        if group.writer.page[STATE] == ATTACHED:
+            addresses.append(group.handle.local_address)
         files |= memory_files(end.pid for end in group.ends)
         for end in group.ends:
             end.kill()
@@ -583,7 +593,8 @@ def soak(kind: Bytes, rng: random.Random, seconds: float) -> dict[str, Any]:
         seconds: for how long. Nothing may grow after the first half.
     """
     group = Group(kind, f"{rng.getrandbits(64):x}", kind.config(rng))
-    writer, reader = group.ends[:2]
+    wait_until(lambda: group.look() or group.readers, "the writer does not start")
+    writer, reader = group.writer, group.readers[0]
     samples: dict[str, list[int]] = collections.defaultdict(list)
     start = time.monotonic()
     while time.monotonic() < start + seconds:
@@ -592,8 +603,8 @@ def soak(kind: Bytes, rng: random.Random, seconds: float) -> dict[str, Any]:
             for name, size in (*sizes_of("writer", writer.pid), *sizes_of("reader", reader.pid)):
                 samples[name].append(size)
         # Until the death of a remote one is noticed, everybody waits.
-        passer = group.readers[rng.choice((1,) * 9 + (2,))]
-        if passer.is_busy:
+        passer = group.readers.get(rng.choice((1,) * 9 + (2,)))
+        if passer and passer.is_busy:
             rng.choice((group.kill, group.tell_to_go))(passer)
         time.sleep(rng.expovariate(1 / 0.05))
     group.tell_to_go(writer)
@@ -617,8 +628,8 @@ def sizes_of(name: str, pid: int) -> Iterator[tuple[str, int]]:
 def main(name: str, kind_name: str, seed: str, amount: str) -> None:
     logging.disable()  # a loss is a warning
     kind = {"bytes": Bytes, "tensors": Tensors, "remote": Remote, "soak": Soak}[kind_name]()
-    before = possessions()
-    assert before[1] == 1, "a process that forks has one thread"
+    _, n_threads, _ = possessions_at_start()
+    assert n_threads == 1, "a process that forks has one thread"
     gc.freeze()
     start = time.monotonic()
     run = {"chaos": chaos, "groups": kill_groups, "soak": soak}[name]
@@ -626,7 +637,7 @@ def main(name: str, kind_name: str, seed: str, amount: str) -> None:
     with contextlib.suppress(ChildProcessError):
         pid, _ = os.waitpid(-1, os.WNOHANG)
         raise AssertionError(f"process {pid} is left")
-    wait_until_only(before)
+    wait_until_nothing_is_left()
     seconds = round(time.monotonic() - start, 1)
     json.dump({"seed": seed, "seconds": seconds, **figures}, sys.stdout)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -33,8 +34,8 @@ def run(record_property: Callable[[str, object], None], *arguments: object) -> d
         try:
             output, _ = process.communicate()
         finally:
-            if process.poll() is None or process.returncode:
-                os.killpg(process.pid, signal.SIGKILL)  # with all its ends
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and so have its ends
+                os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, f"replay: {' '.join(command)}"
     sys.stdout.write(output.decode())
     figures: dict[str, Any] = json.loads(output)
@@ -44,29 +45,29 @@ def run(record_property: Callable[[str, object], None], *arguments: object) -> d
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("n_kills", [3000, by_hand(600_000, 60)])
-def test_chaos_of_the_core(n_kills: int, record_property: Callable[[str, object], None]) -> None:
+@pytest.mark.parametrize("seconds", [40, by_hand(3600, 60)])
+def test_chaos_of_the_core(seconds: int, record_property: Callable[[str, object], None]) -> None:
     """Killed readers and writers of small messages, without torch, hurt nobody else."""
-    figures = run(record_property, "chaos", "bytes", n_kills)
-    assert {"kills of local", "kills of writer", "leaves", "stops", "closes"} <= figures.keys()
+    figures = run(record_property, "chaos", "bytes", seconds)
+    assert {"kills of local", "kills of writer", "leaves", "stops"} <= figures.keys()
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("n_kills", [200, by_hand(20_000, 30)])
-def test_chaos_of_tensors(n_kills: int, record_property: Callable[[str, object], None]) -> None:
+@pytest.mark.parametrize("seconds", [40, by_hand(1800, 30)])
+def test_chaos_of_tensors(seconds: int, record_property: Callable[[str, object], None]) -> None:
     """Killed readers and writers of tensors up to 64 MiB, which others keep, hurt nobody else."""
-    figures = run(record_property, "chaos", "tensors", n_kills)
-    assert {"kills of local", "kills of writer", "leaves", "stops", "closes"} <= figures.keys()
+    figures = run(record_property, "chaos", "tensors", seconds)
+    assert {"kills of local", "kills of writer", "leaves", "stops"} <= figures.keys()
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("n_kills", [100, by_hand(10_000, 30)])
+@pytest.mark.parametrize("seconds", [30, by_hand(1800, 30)])
 def test_chaos_of_remote_readers(
-    n_kills: int, record_property: Callable[[str, object], None]
+    seconds: int, record_property: Callable[[str, object], None]
 ) -> None:
     """Killed readers and writers hurt nobody else where most readers are remote."""
-    figures = run(record_property, "chaos", "remote", n_kills)
-    assert {"kills of remote", "kills of writer", "leaves", "stops", "closes"} <= figures.keys()
+    figures = run(record_property, "chaos", "remote", seconds)
+    assert {"kills of remote", "kills of writer", "leaves", "stops"} <= figures.keys()
 
 
 @pytest.mark.timeout(600)
