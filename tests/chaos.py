@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
 import functools
 import gc
 import json
@@ -50,6 +51,8 @@ MOST_READERS: Final = 4
 MOST_KEPT: Final = 4
 LONGEST_STOP_S: Final = 0.1
 N_SAMPLES: Final = 40
+_PR_SET_PDEATHSIG: Final = 1
+_libc = ctypes.CDLL(None)
 
 # The words of an end's page, and what `STATE` says. `KILLS` is followed by a word for each rank.
 STATE, COMMAND, FIRST, NEXT, INTENDED, PUBLISHED, LOSSES, KILLS = range(8)
@@ -371,6 +374,7 @@ class End:
         if self.pid == 0:
             status = 1
             try:
+                _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends with the engine
                 function(self.page, *arguments)
                 status = 0
             except BaseException:

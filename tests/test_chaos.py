@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -30,15 +28,10 @@ def run(record_property: Callable[[str, object], None], *arguments: object) -> d
     program = str(Path(__file__).with_name("chaos.py"))
     name, kind, amount = map(str, arguments)
     command = [sys.executable, program, name, kind, SEED, amount]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
-        try:
-            output, _ = process.communicate()
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # it has ended, and so have its ends
-                os.killpg(process.pid, signal.SIGKILL)
+    process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     assert process.returncode == 0, f"replay: {' '.join(command)}"
-    sys.stdout.write(output.decode())
-    figures: dict[str, Any] = json.loads(output)
+    sys.stdout.write(process.stdout)
+    figures: dict[str, Any] = json.loads(process.stdout)
     for figure in figures.items():
         record_property(*figure)
     return figures
