@@ -116,8 +116,7 @@ class Tensors(Bytes):
     chunk_bytes = (4096, 2 * 1024**2)
     arena_bytes = (0, 1024**2, 16 * 1024**2, 256 * 1024**2)
     oob_threshold_bytes = (0, 100_000, 1024**2)
-    n_groups = 3
-    pause_s = 0.01
+    pause_s = 0.005
 
     def __init__(self) -> None:
         os.environ["OPENBLAS_NUM_THREADS"] = "1"  # it starts its threads when it is imported
@@ -150,7 +149,6 @@ class Remote(Tensors):
 
     most_bytes = 8 * 1024**2
     share_of_remote_ranks = 0.6
-    n_groups = 6
 
     def __init__(self) -> None:
         import shmcast.remote
@@ -432,6 +430,11 @@ class Group:
         return [self.writer, *self.readers.values()]
 
     @property
+    def is_whole(self) -> bool:
+        """Whether a reader is attached at every rank."""
+        return len(self.readers) == self._config.n_readers and all(e.is_busy for e in self.ends)
+
+    @property
     def handle(self) -> Handle:
         text = bytes(self.writer.page.cast("B")[HANDLE:]).rstrip(b"\0")
         return Handle.from_json(text.decode())
@@ -519,16 +522,24 @@ class Group:
 def chaos(kind: Bytes, rng: random.Random, seconds: float) -> collections.Counter[str]:
     """Kill ends that are attached, in several queues at a time, and then let all others end."""
     groups: list[Group] = []
+    hasty: set[Group] = set()  # where an end may go before another one is replaced
     figures: collections.Counter[str] = collections.Counter()
     until = time.monotonic() + seconds
     is_over = False
     while groups or not is_over:
         is_over = time.monotonic() > until and figures["kills of writer"] > 0
         while len(groups) < kind.n_groups and not is_over:
-            groups.append(Group(kind, f"{rng.getrandbits(64):x}", kind.config(rng)))
+            group = Group(kind, f"{rng.getrandbits(64):x}", kind.config(rng))
+            groups.append(group)
+            if rng.random() < 0.7:
+                hasty.add(group)
         group = rng.choice(groups)
-        is_writer = is_over or rng.random() < 0.06
-        ends = [group.writer] if is_writer else list(group.readers.values())
+        if not (group.is_whole or group in hasty):
+            ends = []
+        elif is_over or rng.random() < 0.1:
+            ends = [group.writer]
+        else:
+            ends = list(group.readers.values())
         end = rng.choice([end for end in ends if end.is_busy] or [None])
         chance = rng.random()
         if end is None:
@@ -542,6 +553,7 @@ def chaos(kind: Bytes, rng: random.Random, seconds: float) -> collections.Counte
         for group in list(groups):
             if group.look():
                 groups.remove(group)
+                hasty.discard(group)
                 figures.update(group.figures)
         time.sleep(rng.expovariate(1 / kind.pause_s))
     return figures
