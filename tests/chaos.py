@@ -117,6 +117,7 @@ class Tensors(Bytes):
     arena_bytes = (0, 1024**2, 16 * 1024**2, 256 * 1024**2)
     oob_threshold_bytes = (0, 100_000, 1024**2)
     pause_s = 0.005
+    pace_s = 0.03
 
     def __init__(self) -> None:
         os.environ["OPENBLAS_NUM_THREADS"] = "1"  # it starts its threads when it is imported
@@ -154,9 +155,8 @@ class Remote(Tensors):
         import shmcast.remote
 
         super().__init__()
-        vars(shmcast.remote)["RESUME_S"] = (
-            1.0  # or each death of a reader would stop its queue for 5 s
-        )
+        # Each death of a reader stops its queue for so long.
+        vars(shmcast.remote)["RESUME_S"] = 1.0
 
 
 class Soak(Remote):
@@ -414,11 +414,13 @@ class End:
 class Group:
     """A queue: a writer, and a reader for each rank, which is replaced when it has gone."""
 
-    def __init__(self, kind: Bytes, seed: str, config: QueueConfig) -> None:
+    def __init__(self, kind: Bytes, rng: random.Random) -> None:
         self.figures: collections.Counter[str] = collections.Counter()
-        self._kind, self._seed, self._config = kind, seed, config
-        self.writer = End("writer", write, kind, seed, config)
+        self._kind, self._seed, self._config = kind, f"{rng.getrandbits(64):x}", kind.config(rng)
+        self.writer = End("writer", write, kind, self._seed, self._config)
         self.readers: dict[int, End] = {}
+        # One by one, so that no death hides that another one hangs somebody; or at any time.
+        self.is_hasty = rng.random() < 0.7
         self.is_ending = False
         self._ever_attached: set[int] = set()
         self._unreplaced: set[int] = set()  # ranks whose reader was killed
@@ -522,41 +524,37 @@ class Group:
 def chaos(kind: Bytes, rng: random.Random, seconds: float) -> collections.Counter[str]:
     """Kill ends that are attached, in several queues at a time, and then let all others end."""
     groups: list[Group] = []
-    hasty: set[Group] = set()  # where an end may go before another one is replaced
     figures: collections.Counter[str] = collections.Counter()
     until = time.monotonic() + seconds
     is_over = False
     while groups or not is_over:
         is_over = time.monotonic() > until and figures["kills of writer"] > 0
-        while len(groups) < kind.n_groups and not is_over:
-            group = Group(kind, f"{rng.getrandbits(64):x}", kind.config(rng))
-            groups.append(group)
-            if rng.random() < 0.7:
-                hasty.add(group)
-        group = rng.choice(groups)
-        if not (group.is_whole or group in hasty):
-            ends = []
-        elif is_over or rng.random() < 0.1:
-            ends = [group.writer]
-        else:
-            ends = list(group.readers.values())
-        end = rng.choice([end for end in ends if end.is_busy] or [None])
-        chance = rng.random()
-        if end is None:
-            pass
-        elif is_over or chance < 0.1:
-            group.tell_to_go(end)
-        elif chance < 0.2:
-            group.stop(end, rng.uniform(0, LONGEST_STOP_S))
-        else:
-            group.kill(end)
+        if not is_over:
+            groups += [Group(kind, rng) for _ in range(kind.n_groups - len(groups))]
+            act(rng.choice(groups), rng)
         for group in list(groups):
+            if is_over and group.is_whole:
+                group.tell_to_go(group.writer)
             if group.look():
                 groups.remove(group)
-                hasty.discard(group)
                 figures.update(group.figures)
         time.sleep(rng.expovariate(1 / kind.pause_s))
     return figures
+
+
+def act(group: Group, rng: random.Random) -> None:
+    """Do something to one of the ends, if it is time."""
+    ends = [group.writer] if rng.random() < 0.06 else list(group.readers.values())
+    ends = [end for end in ends if end.is_busy]
+    if not ends or not (group.is_hasty or group.is_whole):
+        return
+    end, chance = rng.choice(ends), rng.random()
+    if chance < 0.1:
+        group.tell_to_go(end)
+    elif chance < 0.2:
+        group.stop(end, rng.uniform(0, LONGEST_STOP_S))
+    else:
+        group.kill(end)
 
 
 def kill_groups(kind: Bytes, rng: random.Random, n_kills: int) -> collections.Counter[str]:
@@ -565,7 +563,7 @@ def kill_groups(kind: Bytes, rng: random.Random, n_kills: int) -> collections.Co
     addresses: list[str] = []
     files: set[str] = set()
     for _ in range(n_kills):
-        group = Group(kind, f"{rng.getrandbits(64):x}", kind.config(rng))
+        group = Group(kind, rng)
         until = time.monotonic() + rng.uniform(0, 0.1)
         while time.monotonic() < until:
             time.sleep(0.001)
@@ -608,7 +606,7 @@ def soak(kind: Bytes, rng: random.Random, seconds: float) -> dict[str, Any]:
         rng: what happens.
         seconds: for how long. Nothing may grow after the first half.
     """
-    group = Group(kind, f"{rng.getrandbits(64):x}", kind.config(rng))
+    group = Group(kind, rng)
     wait_until(lambda: group.look() or group.readers, "the writer does not start")
     writer, reader = group.writer, group.readers[0]
     samples: dict[str, list[int]] = collections.defaultdict(list)
