@@ -74,7 +74,7 @@ class Bytes:
     share_of_remote_ranks = 0.0
     n_groups = 6
     pause_s = 0.001  # of the engine between two acts, and of the ends
-    pace_s = 0.01  # of the writer after a few messages
+    pace_s = 0.03  # of the writer after a few messages
 
     def __init__(self) -> None:
         self.pattern: Any = random.Random(0).randbytes(self.most_bytes)
@@ -117,7 +117,7 @@ class Tensors(Bytes):
     arena_bytes = (0, 1024**2, 16 * 1024**2, 256 * 1024**2)
     oob_threshold_bytes = (0, 100_000, 1024**2)
     pause_s = 0.005
-    pace_s = 0.03
+    pace_s = 0.1
 
     def __init__(self) -> None:
         os.environ["OPENBLAS_NUM_THREADS"] = "1"  # it starts its threads when it is imported
