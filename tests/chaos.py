@@ -50,7 +50,7 @@ PATIENCE_S: Final = 30.0
 MOST_READERS: Final = 4
 MOST_KEPT: Final = 4
 LONGEST_STOP_S: Final = 0.1
-N_SAMPLES: Final = 40
+N_SAMPLES: Final = 40  # of what a process has, in a soak
 _PR_SET_PDEATHSIG: Final = 1
 _libc = ctypes.CDLL(None)
 
@@ -155,8 +155,8 @@ class Remote(Tensors):
         import shmcast.remote
 
         super().__init__()
-        # Each death of a reader stops its queue for so long.
-        vars(shmcast.remote)["RESUME_S"] = 1.0
+        # For so long each death of a reader stops its queue, and a closed writer goes on.
+        vars(shmcast.remote).update(RESUME_S=1.0, _LINGER_S=PATIENCE_S)
 
 
 class Soak(Remote):
@@ -576,8 +576,9 @@ def kill_groups(kind: Bytes, rng: random.Random, n_kills: int) -> collections.Co
         for end in group.ends:
             os.waitpid(end.pid, 0)
     sockets = Path("/proc/net/unix").read_text()
-    assert not [address for address in addresses if address in sockets]
-    assert not files & memory_files(path.name for path in Path("/proc").glob("[0-9]*"))
+    assert not any(address in sockets for address in addresses), "a socket is left"
+    left_files = files & memory_files(path.name for path in Path("/proc").glob("[0-9]*"))
+    assert not left_files, "memory is left"
     left = set(Path("/dev/shm").iterdir()) - names
     wait_until(lambda: not left.intersection(Path("/dev/shm").iterdir()), f"{left} are left")
     return collections.Counter({"kills of groups": n_kills, "memory files": len(files)})
