@@ -70,4 +70,4 @@ def test_all_ends_killed_at_once(
 ) -> None:
     """Of a queue whose ends all die at one moment there is no name, socket or memory left."""
     figures = run(record_property, "groups", "bytes", n_kills)
-    assert figures["memory files"] > n_kills  # they were there
+    assert figures["memory files"] > 0  # they were there
