@@ -89,8 +89,9 @@ class Pickler:
         reduce_exact_tensor: Callable[[torch.Tensor], _Reduced] | None = None,
     ) -> None:
         self._threshold_bytes = max(oob_threshold_bytes, 1)
-        self._allocate = allocate
-        self._table = _DispatchTable(reduce_exact_tensor or self._reduce_tensor)
+        # No method of ours: the end's memory would stay until the garbage collector finds the cycle.
+        reduce = functools.partial(_reduce_by_size, self._threshold_bytes, allocate)
+        self._table = _DispatchTable(reduce_exact_tensor or reduce)
         self._kept: _Kept | None = None
 
     def dumps(self, obj: object) -> tuple[list[bytes], list[memoryview]]:
@@ -113,10 +114,6 @@ class Pickler:
             self._kept = kept
         return parts, buffers
 
-    def _reduce_tensor(self, tensor: torch.Tensor) -> _Reduced:
-        is_large = tensor.numel() * tensor.element_size() >= self._threshold_bytes
-        return reduce_tensor(tensor, self._allocate if is_large else new_bytearray)
-
     def _new(self) -> _Kept:
         stream = StreamParts()
         buffers: list[memoryview] = []
@@ -124,6 +121,14 @@ class Pickler:
         pickler = pickle.Pickler(stream, _PROTOCOL, buffer_callback=sink)
         pickler.dispatch_table = self._table  # type: ignore[assignment]  # wants a Mapping
         return pickler.dump, pickler.clear_memo, stream.parts, buffers
+
+
+def _reduce_by_size(
+    threshold_bytes: int, allocate: Callable[[int], Any], tensor: torch.Tensor
+) -> _Reduced:
+    """Reduce a tensor; memory for one that leaves the stream is asked of `allocate`."""
+    is_large = tensor.numel() * tensor.element_size() >= threshold_bytes
+    return reduce_tensor(tensor, allocate if is_large else new_bytearray)
 
 
 class _BufferSink:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PATIENCE_S, StartChild
+from conftest import PATIENCE_S, MakeQueue, StartChild
 
 from shmcast import MessageQueue, QueueConfig
 
@@ -70,3 +70,23 @@ def test_memory_of_a_tensor(start_child: StartChild, n_pages_written: int) -> No
         tensor.view(torch.uint8)[: n_pages_written * 4096] = 7
         assert n_pages_written / 256 + 8 > memory_mib("RssAnon") - before_mib
     child.pipe.send("end")
+
+
+def test_closing_frees_the_memory(make_queue: MakeQueue) -> None:
+    """The memory goes with `close`, and not when the garbage collector comes by."""
+
+    def n_mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:shmcast")
+
+    before = n_mapped()
+    gc.disable()
+    try:
+        queue, (reader,) = make_queue()
+        queue.enqueue(torch.zeros(MIB))
+        assert 0 == int(reader.dequeue(PATIENCE_S).max())
+        assert n_mapped() > before
+        queue.close()
+        reader.close()
+        assert before == n_mapped()
+    finally:
+        gc.enable()
