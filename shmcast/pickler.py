@@ -89,7 +89,7 @@ class Pickler:
         reduce_exact_tensor: Callable[[torch.Tensor], _Reduced] | None = None,
     ) -> None:
         self._threshold_bytes = max(oob_threshold_bytes, 1)
-        # No method of ours: the end's memory would stay until the garbage collector finds the cycle.
+        # No method: the queue's memory would stay until the garbage collector finds the cycle.
         reduce = functools.partial(_reduce_by_size, self._threshold_bytes, allocate)
         self._table = _DispatchTable(reduce_exact_tensor or reduce)
         self._kept: _Kept | None = None
