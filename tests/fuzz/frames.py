@@ -113,6 +113,8 @@ def run(segment: Segment, data: bytes) -> None:
                     writer._take(time.monotonic(), bytes([session]), list(frames))
                 if to != TO_WRITER:
                     reader._try_take_frames([zmq.Frame(frame) for frame in frames])
+    serve(writer)
+    take(reader)
     assert ring.damaged() is None
 
 

@@ -33,7 +33,6 @@ def one_input(data: bytes) -> None:
     except ProtocolError:
         return
     assert handle == Handle.from_json(handle.to_json())
-    assert handle.token not in repr(handle)
     with contextlib.suppress(ValueError):
         MessageReader(handle, -1)
         raise AssertionError("rank -1 was taken")
