@@ -59,7 +59,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can do this
 def message(number: int) -> tuple[int, PickleBuffer, bytes]:
     """A message that goes through chunk, block or file, depending on its number."""
     in_place = bytes([number % 256]) * (5, 3000, 9000, 50)[number % 4]
-    leased = bytearray([number % 255]) * (100, 20_000)[number // 4 % 2]
+    leased = bytearray([number % 255]) * (100, 70_000)[number // 4 % 2]
     return number, PickleBuffer(leased), in_place
 
 

@@ -20,7 +20,7 @@ shmcast.queue.cpus_available = lambda: 2.0  # type: ignore[attr-defined]
 shmcast.segment.memory_available_bytes = lambda: sys.maxsize
 
 CONFIG = QueueConfig(
-    n_readers=2, n_chunks=2, chunk_bytes=1024, oob_threshold_bytes=1000, arena_bytes="32 KiB"
+    n_readers=2, n_chunks=2, chunk_bytes=1024, oob_threshold_bytes=1000, arena_bytes="288 KiB"
 )
 LAYOUT = Layout.of(CONFIG)
 N_WORDS = LAYOUT.rank_given_up_offset(CONFIG.n_readers) // WORD_BYTES
@@ -73,7 +73,7 @@ def one_input(data: bytes) -> None:
                     case 2:
                         queue.enqueue((queue.stats().messages, "x" * 5000), 0)
                     case 3:
-                        buffer = PickleBuffer(bytearray(5000))
+                        buffer = PickleBuffer(bytearray(70_000))
                         queue.enqueue((queue.stats().messages, buffer), 0)
                     case 4:
                         take(readers[rank], kept)
