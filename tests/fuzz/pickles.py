@@ -2,7 +2,6 @@
 
 import codecs
 import collections
-import contextlib
 import datetime
 import pickle
 import sys
@@ -113,8 +112,10 @@ def one_input(data: bytes) -> None:
     before = set(sys.modules)
     WATCH.is_on = True
     try:
-        with contextlib.suppress(Exception):  # what loading raises is the caller's
-            LOADS(data)
+        LOADS(data)
+    except Exception as error:  # what loading raises is the caller's
+        if isinstance(error, MemoryError):
+            WATCH.found.append("MemoryError")
     finally:
         WATCH.is_on = False
     assert not WATCH.found, WATCH.found
