@@ -19,24 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 MOST_MB = 512
-WORDS = [
-    0,
-    1,
-    2,
-    3,
-    40,
-    64,
-    127,
-    255,
-    256,
-    4096,
-    2**31 - 1,
-    2**32 - 1,
-    2**32,
-    2**61,
-    2**63,
-    2**64 - 1,
-]
+WORDS = [0, 1, 3, 40, 64, 255, 4096, 2**31 - 1, 2**32 - 1, 2**61, 2**63, 2**64 - 1]
 
 
 def changed(seeds: Sequence[bytes], chance: random.Random) -> bytes:
