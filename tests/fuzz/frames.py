@@ -10,7 +10,7 @@ import zmq
 from shmcast import ProtocolError, QueueConfig, ShmcastError, remote
 from shmcast._ring import RingReader, RingWriter
 from shmcast.layout import Layout
-from shmcast.remote import RemoteReader, RemoteWriter
+from shmcast.remote import RemoteReader, RemoteWriter, RingSizes
 from shmcast.segment import Segment
 
 RANKS = (0, 2)
@@ -43,25 +43,42 @@ TO_WRITER, TO_READER, PUBLISH, SERVE, TAKE, RAW = range(6)
 
 
 def step(
-    action: int, kind: int = 0, rank: int = 0, number: int = 0, body: bytes = b"", more: bytes = b""
+    action: int,
+    kind: int = 0,
+    number: int = 0,
+    body: bytes = b"",
+    more: bytes = b"",
+    *,
+    rank: int = 0,
+    session: int = 1,
 ) -> bytes:
-    return STEP.pack(action, kind, rank, 1, number, len(body), len(more)) + body + more
+    return STEP.pack(action, kind, rank, session, number, len(body), len(more)) + body + more
 
 
-_HELLO = step(TO_WRITER, 1, body=TOKEN.encode() + b"4711 on host") + step(SERVE)
-_ADMISSION = step(TO_READER, 7, body=bytes([4, 0, 0, 0, 0, 0, 0, 0]) + b"4711 on host")
+def hello(rank: int, session: int) -> bytes:
+    body = TOKEN.encode() + b"4711 on host"
+    return step(TO_WRITER, remote._HELLO, body=body, rank=rank, session=session) + step(SERVE)
+
+
+_ADMISSION = step(TO_READER, remote._ADMISSION, body=struct.pack("<QQQ", 4, 1024, 0) + b"4711")
+_RESUME = step(TO_WRITER, remote._RESUME, 1, TOKEN.encode())
+_VIA = step(TO_WRITER, remote._VIA, 1, rank=2, session=2)
+_ACKS = [step(TO_WRITER, remote._ACK, number) for number in range(5)]
+_LEAVE, _DONE = step(TO_WRITER, remote._LEAVE), step(TO_WRITER, remote._DONE)
+_BEAT = step(TO_WRITER, remote._BEAT) + step(TO_READER, remote._BEAT)
+_MESSAGE, _CLOSING = remote._MESSAGE, remote._CLOSING
 SEEDS = [
-    _HELLO + step(PUBLISH) * 3 + step(TO_WRITER, 3, number=2) + step(TO_WRITER, 4),
-    _HELLO + step(PUBLISH) + step(TO_WRITER, 2, number=1, body=TOKEN.encode()) + step(TO_WRITER, 6),
-    _HELLO
-    + step(TO_WRITER, 5)
-    + step(SERVE)
-    + _HELLO
-    + step(PUBLISH) * 4
-    + step(TO_WRITER, 3, 0, 4),
-    _ADMISSION + step(TO_READER, 8, body=b"stream") + step(TAKE) + step(TO_READER, 9, number=1),
-    _ADMISSION + step(TO_READER, 8, more=b"b" * 9) + step(TO_READER, 8, number=1) + step(TAKE) * 2,
-    step(TO_READER, 11, body=b"no") + step(TO_READER, 12, body=b"\xff") + step(TO_READER, 10),
+    hello(0, 1) + step(PUBLISH) * 3 + step(SERVE) + _ACKS[2] + _BEAT + _DONE,
+    hello(0, 1) + step(PUBLISH) + step(SERVE) + _RESUME + _ACKS[1],
+    hello(0, 1) + _LEAVE + step(SERVE) + hello(0, 1) + step(PUBLISH) * 4 + step(SERVE) + _ACKS[4],
+    hello(0, 1) + hello(2, 2) + _VIA + step(PUBLISH) * 2 + step(SERVE) + _ACKS[1] + _LEAVE,
+    _ADMISSION
+    + step(TO_READER, _MESSAGE, 0, b"stream")
+    + step(TAKE)
+    + step(TO_READER, _CLOSING, 1),
+    _ADMISSION + step(TO_READER, _MESSAGE, 0, more=b"b" * 9) + step(TO_READER, _MESSAGE, 1) + _BEAT,
+    step(TO_READER, remote._REFUSAL, body=b"no") + step(TO_READER, remote._EVICTION),
+    step(TO_READER, remote._DENIAL, body=b"\xff"),
     step(RAW, body=b"shmcast\x02" + bytes(36)) + step(RAW, body=bytes(60)) + step(RAW),
 ]
 
@@ -79,8 +96,7 @@ def run(segment: Segment, data: bytes) -> None:
         security="none",
         ranks=RANKS,
         token=TOKEN,
-        n_chunks=CONFIG.n_chunks,
-        window_bytes=0,
+        sizes=RingSizes(CONFIG.n_chunks, CONFIG.chunk_bytes, CONFIG.arena_bytes),
         place_of=lambda rank, epoch: RingReader(segment, rank, epoch),
         new_epoch=ring.new_epoch,
         admit=ring.admit,
