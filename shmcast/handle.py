@@ -9,7 +9,7 @@ from typing import Any, Final, Self
 
 import attrs
 
-from shmcast.config import ENDPOINT
+from shmcast.config import ENDPOINT, MOST_READERS
 from shmcast.errors import ProtocolError
 
 __all__ = ["Handle"]
@@ -137,7 +137,7 @@ def _checked(content: Any) -> dict[str, Any]:
         or (isinstance(endpoint, str) and ENDPOINT.fullmatch(endpoint) is not None),
         f"endpoint is {shown(endpoint)}",
     )
-    need(is_count(n_readers) and n_readers > 0, f"n_readers is {shown(n_readers)}")
+    need(is_count(n_readers) and 0 < n_readers <= MOST_READERS, f"n_readers is {shown(n_readers)}")
     need(
         isinstance(ranks, list)
         and all(is_count(rank) and 0 <= rank < n_readers for rank in ranks)

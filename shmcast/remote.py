@@ -228,8 +228,8 @@ class _Event:
         self._poll = select.poll()
         self._poll.register(self.descriptor, select.POLLIN)
 
-    def __del__(self) -> None:
-        os.close(self.descriptor)
+    def __del__(self, _close: Callable[[int], None] = os.close) -> None:
+        _close(self.descriptor)  # kept, since this may come after the end of the module `os`
 
     def set(self) -> None:
         os.eventfd_write(self.descriptor, 1)

@@ -125,7 +125,8 @@ def _short_of_memory(size_bytes: int, setting: str) -> Iterator[None]:
         _budget.spend(size_bytes)
         yield
     except OSError as error:
-        if error.errno == errno.EFAULT:  # the source was freed meanwhile: no lack of memory
+        # The source was freed meanwhile, or the program closed the descriptor: no lack of memory.
+        if error.errno in (errno.EFAULT, errno.EBADF):
             raise
         available_bytes = memory_available_bytes()
         left = "?" if available_bytes == sys.maxsize else available_bytes

@@ -1,0 +1,157 @@
+"""The frames of both remote ends: `PYTHONPATH=tests python -m fuzz frames`."""
+
+import contextlib
+import struct
+import time
+from typing import Any, ClassVar
+
+import zmq
+
+from shmcast import ProtocolError, QueueConfig, ShmcastError, remote
+from shmcast._ring import RingReader, RingWriter
+from shmcast.layout import Layout
+from shmcast.remote import RemoteReader, RemoteWriter, RingSizes
+from shmcast.segment import Segment
+
+RANKS = (0, 2)
+TOKEN = "f" * 64
+CONFIG = QueueConfig(n_readers=3, n_chunks=4, chunk_bytes=1024, arena_bytes=0)
+
+
+class Nowhere:
+    """Stands for a socket and for the I/O thread: what is sent goes nowhere, and nobody runs."""
+
+    allowed_keys: ClassVar[dict[str, str]] = {}
+
+    def send(self, *_: object, **__: object) -> None: ...
+
+    send_multipart = add = wake = leave = send
+
+
+NOWHERE: Any = Nowhere()
+remote._Loop.enter = classmethod(lambda _: NOWHERE)  # type: ignore[method-assign, assignment]
+
+
+class Writer(RemoteWriter):
+    def _bind(self, bind: str, _security: str) -> None:
+        self._socket, self._monitor, self.endpoint = NOWHERE, NOWHERE, bind
+
+
+#: To whom; kind, rank, session, number; how many bytes follow here and in a frame of their own.
+STEP = struct.Struct("<BBBBQBB")
+TO_WRITER, TO_READER, PUBLISH, SERVE, TAKE, RAW = range(6)
+
+
+def step(
+    action: int,
+    kind: int = 0,
+    number: int = 0,
+    body: bytes = b"",
+    more: bytes = b"",
+    *,
+    rank: int = 0,
+    session: int = 1,
+) -> bytes:
+    return STEP.pack(action, kind, rank, session, number, len(body), len(more)) + body + more
+
+
+def hello(rank: int, session: int) -> bytes:
+    body = TOKEN.encode() + b"4711 on host"
+    return step(TO_WRITER, remote._HELLO, body=body, rank=rank, session=session) + step(SERVE)
+
+
+_ADMISSION = step(TO_READER, remote._ADMISSION, body=struct.pack("<QQQ", 4, 1024, 0) + b"4711")
+_RESUME = step(TO_WRITER, remote._RESUME, 1, TOKEN.encode())
+_VIA = step(TO_WRITER, remote._VIA, 1, rank=2, session=2)
+_ACKS = [step(TO_WRITER, remote._ACK, number) for number in range(5)]
+_LEAVE, _DONE = step(TO_WRITER, remote._LEAVE), step(TO_WRITER, remote._DONE)
+_BEAT = step(TO_WRITER, remote._BEAT) + step(TO_READER, remote._BEAT)
+_MESSAGE, _CLOSING = remote._MESSAGE, remote._CLOSING
+SEEDS = [
+    hello(0, 1) + step(PUBLISH) * 3 + step(SERVE) + _ACKS[2] + _BEAT + _DONE,
+    hello(0, 1) + step(PUBLISH) + step(SERVE) + _RESUME + _ACKS[1],
+    hello(0, 1) + _LEAVE + step(SERVE) + hello(0, 1) + step(PUBLISH) * 4 + step(SERVE) + _ACKS[4],
+    hello(0, 1) + hello(2, 2) + _VIA + step(PUBLISH) * 2 + step(SERVE) + _ACKS[1] + _LEAVE,
+    _ADMISSION
+    + step(TO_READER, _MESSAGE, 0, b"stream")
+    + step(TAKE)
+    + step(TO_READER, _CLOSING, 1),
+    _ADMISSION + step(TO_READER, _MESSAGE, 0, more=b"b" * 9) + step(TO_READER, _MESSAGE, 1) + _BEAT,
+    step(TO_READER, remote._REFUSAL, body=b"no") + step(TO_READER, remote._EVICTION),
+    step(TO_READER, remote._DENIAL, body=b"\xff"),
+    step(RAW, body=b"shmcast\x02" + bytes(36)) + step(RAW, body=bytes(60)) + step(RAW),
+]
+
+
+def one_input(data: bytes) -> None:
+    """Whatever comes, an end goes on, or says that its peer breaks the protocol."""
+    with contextlib.closing(Segment.create(Layout.of(CONFIG))) as segment:
+        run(segment, data)
+
+
+def run(segment: Segment, data: bytes) -> None:
+    ring = RingWriter(segment)
+    writer = Writer(
+        bind="tcp://127.0.0.1:1",
+        security="none",
+        ranks=RANKS,
+        token=TOKEN,
+        sizes=RingSizes(CONFIG.n_chunks, CONFIG.chunk_bytes, CONFIG.arena_bytes),
+        place_of=lambda rank, epoch: RingReader(segment, rank, epoch),
+        new_epoch=ring.new_epoch,
+        admit=ring.admit,
+        strike=ring.strike,
+        has_left=ring.has_left,
+    )
+    reader = RemoteReader(endpoint="tcp://127.0.0.1:1", keys=None, token=TOKEN, rank=0)
+    reader._socket, reader._session = NOWHERE, 1
+    for index in range(CONFIG.n_chunks):
+        ring.set_reserved(segment.reserve_chunk(index, CONFIG.chunk_bytes))
+    offset = 0
+    while offset + STEP.size <= len(data):
+        action, kind, rank, session, number, n_body, n_more = STEP.unpack_from(data, offset)
+        start, middle = offset + STEP.size, offset + STEP.size + n_body
+        offset = middle + n_more
+        body, more = data[start:middle], data[middle:offset]
+        length = len(body) + len(more)
+        head = remote._HEADER.pack(remote._MAGIC, kind, rank, session, number, length)
+        frames = [body if action % 6 == RAW else head + body, *[more] * bool(more)]
+        match action % 6:
+            case 2:
+                if not ring.try_publish([body], []):
+                    writer.publish(ring.messages - 1, memoryview(body), [])
+            case 3:
+                serve(writer)
+            case 4:
+                take(reader)
+            case to:
+                if to != TO_READER:
+                    writer._take(time.monotonic(), bytes([session]), list(frames))
+                if to != TO_WRITER:
+                    reader._try_take_frames([zmq.Frame(frame) for frame in frames])
+    serve(writer)
+    take(reader)
+    assert ring.damaged() is None
+
+
+def serve(writer: RemoteWriter) -> None:
+    """What a call of the writer's end and its I/O thread do."""
+    writer.serve()
+    for peer in list(writer.admitted()):
+        try:
+            has_ended = writer.is_dead(peer) or writer._has_left(peer.rank)
+        except ProtocolError:
+            has_ended = True
+        if has_ended:
+            writer.vacate(peer.rank)
+    writer.run(time.monotonic(), {})
+    for peer in writer._peers.values():
+        assert peer.released <= peer.acked <= peer.sent_number <= writer._published
+
+
+def take(reader: RemoteReader) -> None:
+    """What a call of the reader's end does."""
+    with contextlib.suppress(ShmcastError):
+        reader.step()
+    if reader.ring.try_take() is not None:
+        reader.ring.release()
