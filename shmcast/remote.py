@@ -101,6 +101,7 @@ _EXIT_LINGER_MS: Final = 500  # how long what an open end has said may take when
 _LINGER_S: Final = 10.0  # how long a closed writer goes on until everything has arrived
 _GREETING_S: Final = 5.0  # a peer that does not get through the handshake for this long is dropped
 _RETRY_S: Final = 0.05
+_MOST_VAIN_CUTS: Final = 40
 _GOODBYE_S: Final = 1.0  # how long a reader that leaves waits for the writer's answer
 #: An acknowledgement waits for so long for the next one, unless the window is half full.
 _ACK_S: Final = 0.005
@@ -263,8 +264,14 @@ class _Link:
         """Do what there is to do; returns when to call again at the latest."""
         raise NotImplementedError
 
-    def abort(self, error: str, linger_ms: int = 0) -> None:
-        """Close the sockets at once; what they were given has so long to go out."""
+    def abort(self, error: str | None, linger_ms: int = 0) -> None:
+        """
+        Close the sockets at once; what they were given has so long to go out.
+
+        Args:
+            error: what the end's calls raise from now on; None when nobody is to hear of it.
+            linger_ms: how long.
+        """
         raise NotImplementedError
 
     def owns(self, found: net.socket) -> bool:
@@ -351,7 +358,7 @@ class _Loop:
                 try:
                     next_at = min(next_at, link.run(now, ready))
                     if self._is_exiting and not (link.is_closing or link.is_done):
-                        link.abort("this process ends", linger_ms=_EXIT_LINGER_MS)
+                        link.abort(None, linger_ms=_EXIT_LINGER_MS)
                 except Exception as error:
                     _log.exception("an end with remote peers failed")
                     self._abort(link, f"its I/O failed: {error!r}")
@@ -738,7 +745,7 @@ class RemoteWriter(_Link):
             self._finish(500)
         return min(self._beat_at, self._release_at, self._lose_at, self._give_up_at)
 
-    def abort(self, error: str, linger_ms: int = 0) -> None:
+    def abort(self, error: str | None, linger_ms: int = 0) -> None:
         """Close at once; the readers see a cut."""
         for peer in self._peers.values():
             peer.fault = error
@@ -1212,6 +1219,8 @@ class RemoteReader(_Link):
         self._cut_at: float | None = time.monotonic()
         self._was_heard = False  # the writer, over any connection
         self._has_ended = False  # the present connection
+        self._n_vain_cuts = 0  # how many ended one after the other over which nothing arrived
+        self._arrived_before = 0
         self._leave_by = math.inf  # when to stop waiting for the answer to LEAVE over it
         self._acked = 0  # over it
         self._ack_at = math.inf
@@ -1437,10 +1446,10 @@ class RemoteReader(_Link):
         elif self._ack_at == math.inf and ring.n_arrived > self._acked:
             self._ack_at = now + _ACK_S
 
-    def abort(self, error: str, linger_ms: int = 0) -> None:
+    def abort(self, error: str | None, linger_ms: int = 0) -> None:
         """Close at once."""
-        self._failure = ShmcastError, error
-        self.ring.notify()
+        if error is not None:
+            self._fail(ShmcastError, error)
         self._drop_relay()
         if self._socket is not None:
             self._disconnect(linger_ms)
@@ -1511,7 +1520,16 @@ class RemoteReader(_Link):
         self._disconnect()
         was_heard = self._cut_at is None
         self._cut_at = now if self._cut_at is None else self._cut_at
-        self._connect_at = now if was_heard else now + _RETRY_S
+        if self.ring.n_arrived > self._arrived_before:
+            self._n_vain_cuts, self._arrived_before = 0, self.ring.n_arrived
+        self._n_vain_cuts += was_heard
+        self._connect_at = now if was_heard and self._n_vain_cuts < 2 else now + _RETRY_S
+        if self._n_vain_cuts == _MOST_VAIN_CUTS:
+            self._fail(
+                ShmcastError,
+                f"rank {self._rank} can't receive message {self.ring.n_arrived}: each time the "
+                f"connection ends; this process may be short of memory (RLIMIT_AS, RLIMIT_DATA)",
+            )
         self.ring.notify()
 
     def _disconnect(self, linger_ms: int = 0) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import mmap
 import os
 import pickle
 import random
+import resource
 import signal
 import socket
 import struct
@@ -1049,7 +1051,7 @@ def test_failing_end_hurts_no_other(connect: Connect, monkeypatch: pytest.Monkey
     assert isinstance(link, remote.RemoteReader)
     abort = link.abort
 
-    def abort_and_fail(error: str, linger_ms: int = 0) -> None:
+    def abort_and_fail(error: str | None, linger_ms: int = 0) -> None:
         abort(error, linger_ms)
         raise RuntimeError
 
@@ -1390,6 +1392,34 @@ def test_numpy_is_refused(kind: str) -> None:
     stream = pickle.dumps(hostile_arrays()[kind], protocol=5)
     with pytest.raises(ProtocolError, match="numpy"):
         checked_loads(())(stream)
+
+
+def receive_in_little_memory(pipe: Connection, handle: Handle) -> None:
+    """Receive a small message and one that this process has no room for."""
+    with MessageReader(handle, 0) as reader:
+        pipe.send(reader.dequeue(PATIENCE_S))
+        used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+        resource.setrlimit(resource.RLIMIT_AS, (used_bytes + (16 << 20), resource.RLIM_INFINITY))
+        pipe.send("limited")
+        try:
+            reader.dequeue(PATIENCE_S)
+        except ShmcastError as error:
+            pipe.send((type(error), str(error)))
+
+
+def test_no_memory_to_receive_is_said(start_child: StartChild) -> None:
+    """A message that a reader has no memory for is an error there, not a wait without an end."""
+    with new_queue() as queue:
+        child = start_child(receive_in_little_memory, queue.export_handle())
+        queue.enqueue("small", PATIENCE_S)
+        queue.wait_until_ready(PATIENCE_S)
+        assert "small" == child.receive()
+        assert "limited" == child.receive()
+        queue.enqueue(torch.zeros(64 << 20, dtype=torch.uint8), PATIENCE_S)
+        error_class, text = child.receive()
+        assert error_class is ShmcastError
+        assert "rank 0 can't receive message 1" in text
+        assert "RLIMIT_AS" in text
 
 
 def test_a_stream_changes_no_function() -> None:
