@@ -498,6 +498,21 @@ def test_cursor_that_goes_back() -> None:
         assert ring.writer.damaged() is None
 
 
+def test_cursor_that_a_struck_attachment_stored_last() -> None:
+    """Before it sleeps a reader puts its cursor right, or the writer would wait for ever."""
+    with ring_of(n_chunks=1) as ring:
+        ring.publish(b"0")
+        taken(ring.readers[0])
+        ring.set_cursor(0, 0)
+        assert Claim.FULL == ring.publish(b"1")
+        ring.readers[0].wait(0, 1)
+        assert Claim.DONE == ring.publish(b"1")
+        ring.writer.strike(0)
+        ring.set_cursor(0, 0)
+        ring.readers[0].wait(0, 1)
+        assert 0 == ring.cursor(0)  # it is the next attachment's by now
+
+
 def test_strike_ends_an_attachment() -> None:
     """A struck reader takes nothing more and its release is refused and moves no cursor."""
     with ring_of(n_readers=2, n_chunks=2) as ring:
@@ -988,6 +1003,24 @@ def test_stop_ends_a_wait() -> None:
             waiting.join(PATIENCE_S)
             assert not waiting.is_alive()
             writer.wait_for_space(0, SLEEP_NS)
+
+
+def test_nudge_ends_one_wait() -> None:
+    """`nudge` from another thread ends the present wait or else the next one, and no more."""
+    with ring_of() as ring:
+        reader = ring.readers[0]
+        for number in range(50):
+            waiting = run(reader.wait, 0, SLEEP_NS)
+            if number % 2:
+                wait_for_mark(ring.control, ring.layout.rank_offset(0) + 8, waiting)
+            reader.nudge()
+            waiting.join(PATIENCE_S)
+            assert not waiting.is_alive()
+        reader.nudge()
+        reader.wait(0, SLEEP_NS)
+        start = time.monotonic()
+        reader.wait(0, 20_000_000)
+        assert time.monotonic() - start >= 0.02
 
 
 def test_closing_writer_wakes_readers() -> None:
