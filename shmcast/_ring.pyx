@@ -1041,7 +1041,7 @@ cdef class RingWriter(_End):
             if not self.is_expected[rank]:
                 continue
             if self.cursors[rank]:
-                # Acquire pairs with the release store in RingReader.release: the reader's loads
+                # Acquire pairs with the release store in RingReader._give_back: the reader's loads
                 # from the chunk came before it.
                 cursor = load_acquire(self.cursors[rank])
                 if cursor > self.published:
@@ -1309,8 +1309,8 @@ cdef class RingWriter(_End):
     cdef void _sleep_for_space(self, int64_t sleep_ns) noexcept nogil:
         cdef uint32_t seen
         store_relaxed(self.writer_sleeps, 1)
-        # This fence and the one in RingReader.release: either the reader sees the mark, or we see
-        # its cursor.
+        # This fence and the one in RingReader._give_back: either the reader sees the mark, or we
+        # see its cursor.
         fence_full()
         seen = word_load_acquire(self.writer_word)
         if not self._has_space() and not load_acquire(&self.is_stopped):
@@ -1339,7 +1339,7 @@ cdef class RingWriter(_End):
         """Never wait for the rank's present attachment again; its epoch ends with it."""
         self.new_epoch(rank)
         # The epoch is stored before any chunk that this reader has not released is written again:
-        # pairs with the acquire fence in RingReader.release.
+        # pairs with the acquire fence in RingReader.try_take.
         fence_full()
         self.cursors[rank] = NULL
         store_relaxed(self.sleeps[rank], 0)  # a reader that was killed asleep left its mark
@@ -1855,13 +1855,16 @@ cdef class RingReader(_End):
             for slot in self.copied_slots:
                 give_up(self.given_up, self.given_ups, slot, self.cursor)
             self.copied_slots = None
+        self._give_back()
+        return True
+
+    cdef void _give_back(self) noexcept nogil:
         # Release pairs with the acquire load in RingWriter._refresh.
         store_release(self.cursor_word, self.cursor)
         # This fence and the one in RingWriter._sleep_for_space.
         fence_full()
         if load_relaxed(self.writer_sleeps):
             self._wake_writer()
-        return True
 
     def pass_over(self):
         """
