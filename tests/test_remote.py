@@ -794,8 +794,8 @@ def test_message_outside_the_window_is_refused() -> None:
 
 
 def test_message_that_is_sent_again_is_taken_once() -> None:
-    """Messages that come a second time, as they may after a cut, are not taken again."""
-    with reader_of_numbers(0, 1, 0, 1, 2, window=16) as reader:
+    """A message that comes a second time, as it may after a cut, is not taken again."""
+    with reader_of_numbers(0, 1, 0, 2, window=16) as reader:
         assert [0, 1, 2] == [reader.dequeue(PATIENCE_S) for _ in range(3)]
 
 
