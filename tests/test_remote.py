@@ -796,6 +796,7 @@ def test_message_outside_the_window_is_refused() -> None:
 def test_message_that_is_sent_again_is_taken_once() -> None:
     """A message that comes a second time, as it may after a cut, is not taken again."""
     with reader_of_numbers(0, 1, 0, 2, window=16) as reader:
+        wait_for(lambda: 3 == reader.stats().lag, "not every message was taken once")
         assert [0, 1, 2] == [reader.dequeue(PATIENCE_S) for _ in range(3)]
 
 
