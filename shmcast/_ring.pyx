@@ -964,6 +964,11 @@ cdef class _End:
         """How many seconds this end has waited, all waits together."""
         return self.waited_ns / 1e9
 
+    cdef void _count_wait(self, int64_t start_ns) noexcept:
+        # With the GIL, since `stats` may read these in another thread at the same time.
+        self.waits += 1
+        self.waited_ns += <uint64_t>(monotonic_ns() - start_ns)
+
     cdef void _stop(self, uint32_t *own_word) noexcept nogil:
         store_release(&self.is_stopped, 1)
         word_bump(own_word)
@@ -1287,14 +1292,12 @@ cdef class RingWriter(_End):
 
         Returns early for a wake-up, a signal (whose handler has run) or `stop`.
         """
-        cdef int64_t start_ns
+        cdef int64_t start_ns = monotonic_ns()
         self._check_not_forked()
         with nogil:
-            start_ns = monotonic_ns()
             if not self._poll_space(start_ns + spin_ns) and sleep_ns > 0:
                 self._sleep_for_space(sleep_ns)
-            self.waits += 1
-            self.waited_ns += <uint64_t>(monotonic_ns() - start_ns)
+        self._count_wait(start_ns)
         PyErr_CheckSignals()
 
     cdef bint _poll_space(self, int64_t until_ns) noexcept nogil:
@@ -1900,14 +1903,12 @@ cdef class RingReader(_End):
 
         Returns early for a wake-up, a signal (whose handler has run), `stop` or a closing writer.
         """
-        cdef int64_t start_ns
+        cdef int64_t start_ns = monotonic_ns()
         self._check_not_forked()
         with nogil:
-            start_ns = monotonic_ns()
             if not self._poll(start_ns + spin_ns) and sleep_ns > 0:
                 self._sleep(sleep_ns)
-            self.waits += 1
-            self.waited_ns += <uint64_t>(monotonic_ns() - start_ns)
+        self._count_wait(start_ns)
         PyErr_CheckSignals()
 
     cdef bint _poll(self, int64_t until_ns) noexcept nogil:
