@@ -35,14 +35,15 @@ def run_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunTests]:
         stdout=subprocess.PIPE,
         text=True,
     ) as program:
-        assert program.stdin is not None
-        assert program.stdout is not None
+        questions, answers = program.stdin, program.stdout
+        assert questions is not None
+        assert answers is not None
 
         def status_of(number: int, tests: Iterable[str]) -> int:
             line = "\t".join([str(number), *(f"tests/{test}" for test in tests)])
-            program.stdin.write(f"{line}\n")
-            program.stdin.flush()
-            return int(program.stdout.readline())
+            questions.write(f"{line}\n")
+            questions.flush()
+            return int(answers.readline())
 
         yield status_of
 

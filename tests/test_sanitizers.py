@@ -56,15 +56,21 @@ def threads_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tree
 
 
-def pass_messages(tree: Path, count: int, planted: int = 0) -> subprocess.CompletedProcess[str]:
-    """Pass messages between threads under the thread sanitizer."""
+def run_threads(
+    tree: Path, arguments: list[str], planted: int = 0
+) -> subprocess.CompletedProcess[str]:
     return run(
         tree,
-        ["tests/sanitize/threads.py", str(count)],
+        arguments,
         LD_PRELOAD=library("libtsan.so"),
         TSAN_OPTIONS=f"halt_on_error=1:exitcode={REPORTED}",
         PLANTED=str(planted),
     )
+
+
+def pass_messages(tree: Path, count: int, planted: int = 0) -> subprocess.CompletedProcess[str]:
+    """Pass messages between threads under the thread sanitizer."""
+    return run_threads(tree, ["tests/sanitize/threads.py", str(count)], planted)
 
 
 def test_no_race(threads_tree: Path) -> None:
@@ -79,6 +85,15 @@ def test_no_race_for_long(threads_tree: Path) -> None:
     """Over ten million messages to two readers the thread sanitizer reports nothing."""
     done = pass_messages(threads_tree, 10_000_000)
     assert (0, "") == (done.returncode, done.stderr)
+
+
+@pytest.mark.slow
+def test_no_race_with_the_gil(threads_tree: Path) -> None:
+    """What the core does without the GIL races with nothing that other threads do with it."""
+    tests = ["tests/test_ring.py", "tests/test_queue.py"]
+    chosen = "not fork and (thread or wait or close or stats or timeout)"
+    done = run_threads(threads_tree, ["-m", "pytest", "-q", "-x", "-s", *tests, "-k", chosen])
+    assert 0 == done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
