@@ -20,15 +20,19 @@ Words:
 * backpressure: the ring is full, so the writer waits.
 * handle: what readers need in order to attach. It holds secrets.
 * control socket: the local socket between the writer and each reader.
+* relay: of a host's remote readers the one that receives each message, and puts it into a ring of
+  that host for the others.
 
 The path of a message::
 
     object ─ pickler ─▶ stream ─────────────── chunk ─▶ published ─▶ reader: wait ▶ load ▶ release
                         large buffers ─ arena ─ blocks ─▶ leases ─▶ given up with the last tensor
+                                                     └─▶ frames ▶ relay ▶ its host's ring ▶ readers
 
 The modules in the order of the data: `config` and `handle` say what is wanted, `layout` where it
 lies, `segment` makes the memory, `control` says who is there and alive, `_ring` holds the hot
-loops, `arena` deals out the blocks, `pickler` turns objects into bytes, `queue` joins them, and
+loops, `arena` deals out the blocks, `pickler` turns objects into bytes, `remote` sends them to
+other hosts, `queue` joins them, `distributed` gives the ranks of a process group their ends, and
 `cli` is the command.
 """
 

@@ -1658,6 +1658,7 @@ cdef class RingReader(_End):
     cdef uint64_t *cursor_word
     cdef uint64_t *sleeps_word
     cdef uint64_t *left_word
+    cdef uint64_t is_nudged                  # an own mark, stored by `nudge` from any thread
     cdef uint64_t taken_bytes, taken_oob_buffers, taken_oob_bytes   # of the message not released
     cdef object taken                        # what was taken of it, if that holds leases
     cdef uint64_t *given_up                  # a word for each slot
@@ -1901,13 +1902,16 @@ cdef class RingReader(_End):
         """
         Wait for a message: poll first, then sleep once, with the GIL released.
 
-        Returns early for a wake-up, a signal (whose handler has run), `stop` or a closing writer.
+        Returns early for a wake-up, a signal (whose handler has run), `stop`, `nudge` or a closing
+        writer.
         """
         cdef int64_t start_ns = monotonic_ns()
         self._check_not_forked()
         with nogil:
             if not self._poll(start_ns + spin_ns) and sleep_ns > 0:
                 self._sleep(sleep_ns)
+            store_relaxed(&self.is_nudged, 0)  # what it was for is looked at after this
+            fence_full()
         self._count_wait(start_ns)
         PyErr_CheckSignals()
 
@@ -1928,7 +1932,7 @@ cdef class RingReader(_End):
         fence_full()
         seen = word_load_acquire(self.readers_word)
         if (self._available() == 0 and not load_acquire(self.closing_word)
-                and not load_acquire(&self.is_stopped)):
+                and not load_acquire(&self.is_stopped) and not load_acquire(&self.is_nudged)):
             sleep_on(self.readers_word, seen, sleep_ns)
         store_relaxed(self.sleeps_word, 0)
 
@@ -1961,6 +1965,14 @@ cdef class RingReader(_End):
         self._check_not_forked()
         with nogil:
             self._stop(self.readers_word)
+
+    def nudge(self):
+        """End the present wait or else the next one, from any thread."""
+        self._check_not_forked()
+        with nogil:
+            store_release(&self.is_nudged, 1)
+            word_bump(self.readers_word)
+            wake_all(self.readers_word)
 
     def leave(self):
         """Tell the writer not to wait for this attachment any more. Nothing may follow."""

@@ -47,7 +47,15 @@ from shmcast.errors import (
     WriterLost,
 )
 
-__all__ = ["WRITER_BYTE", "Holder", "LockFile", "ReaderControl", "WriterControl", "is_foreign"]
+__all__ = [
+    "WRITER_BYTE",
+    "Holder",
+    "LockFile",
+    "ReaderControl",
+    "WriterControl",
+    "is_foreign",
+    "peer_of",
+]
 
 _log = logging.getLogger("shmcast.control")
 
@@ -189,7 +197,7 @@ def _is_gone(pidfd: int | None) -> bool:
     return bool(poll.poll(0))
 
 
-def _peer_of(connection: socket.socket) -> tuple[int, int]:
+def peer_of(connection: socket.socket) -> tuple[int, int]:
     """The process and the user on the other side, as the kernel knows them."""
     credentials = connection.getsockopt(
         socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
@@ -418,6 +426,7 @@ class WriterControl:
             the rank and whether this is its first attachment.
         strike: makes the writer wait no longer for a rank.
         has_left: whether the rank's present attachment has left.
+        greeting: what a reader is told when it is admitted.
     """
 
     address: str
@@ -429,6 +438,7 @@ class WriterControl:
     admit: Callable[[int, bool], int]
     strike: Callable[[int], None]
     has_left: Callable[[int], bool]
+    greeting: bytes = b""
 
     holders: dict[int, Holder] = attrs.field(init=False, factory=dict)
     _never_admitted: set[int] = attrs.field(init=False)
@@ -472,6 +482,17 @@ class WriterControl:
     def watch(self, descriptor: int) -> None:
         """Let `wait` end for this descriptor too."""
         self._epoll.register(descriptor, select.EPOLLIN)
+
+    @property
+    def descriptor(self) -> int:
+        """What is readable when there is something to serve."""
+        return self._epoll.fileno()
+
+    def keep_nothing(self) -> None:
+        """Let every rank start with the next message, its first attachment too."""
+        for rank in self._never_admitted:
+            self.strike(rank)
+        self._never_admitted.clear()
 
     def serve(self) -> None:
         """Answer everything that has arrived; never waits."""
@@ -518,7 +539,7 @@ class WriterControl:
                     )
                 return
             accepted.setblocking(False)
-            pid, uid = _peer_of(accepted)
+            pid, uid = peer_of(accepted)
             if uid != os.geteuid():
                 accepted.close()
                 continue
@@ -643,7 +664,9 @@ class WriterControl:
         connection = holder.connection.socket
         if holder.is_told or not (holder.is_admitted or self._can_admit(holder)):
             return
-        holder.is_told = _send(connection, _ADMISSION, rank=holder.rank, number=holder.start)
+        holder.is_told = _send(
+            connection, _ADMISSION, rank=holder.rank, number=holder.start, body=self.greeting
+        )
 
     def _can_admit(self, holder: Holder) -> bool:
         # A rank is offered while its byte is free, so this is the claimant, and it has mapped. Its
@@ -767,6 +790,8 @@ class ReaderControl:
     #: The data and the control file, once offered; the caller takes them over and then confirms.
     offered: tuple[int, int] | None = attrs.field(init=False, default=None)
     start: int | None = attrs.field(init=False, default=None)
+    #: What the writer said with it.
+    greeting: bytes = attrs.field(init=False, default=b"")
     writer_pid: int | None = attrs.field(init=False, default=None)
     lock_file: LockFile | None = attrs.field(init=False, default=None)
     _holds_byte: bool = attrs.field(init=False, default=False)
@@ -808,7 +833,7 @@ class ReaderControl:
                 f"rank {self.rank} found no writer at @{self.address}: it has closed or died, or "
                 f"is in another network namespace (such a reader is a remote one)"
             ) from None
-        pid, uid = _peer_of(self._socket)
+        pid, uid = peer_of(self._socket)
         if uid != os.geteuid():
             raise AuthenticationError(
                 f"the socket @{self.address} belongs to user {uid}, not to {os.geteuid()}"
@@ -907,7 +932,7 @@ class ReaderControl:
             return
         frame.close_descriptors()
         if frame.kind == _ADMISSION and self._holds_byte:
-            self.start = frame.number
+            self.greeting, self.start = frame.body, frame.number
         elif frame.kind == _REFUSAL:
             raise ProtocolError(frame.body.decode(errors="replace"))
         elif frame.kind == _DENIAL:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import logging
 import math
+import mmap
 import operator
 import os
 import secrets
@@ -39,6 +41,7 @@ from shmcast.control import (
 )
 from shmcast.errors import (
     ConfigError,
+    MessageTooLarge,
     ProtocolError,
     QueueClosed,
     QueueEmpty,
@@ -65,15 +68,19 @@ from shmcast.segment import (
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
 
     # zmq is imported only where there are remote readers.
-    from shmcast.remote import Peer, RemoteReader, RemoteRing, RemoteWriter
+    from shmcast.remote import Arrived, Peer, RemoteReader, RemoteRing, RemoteWriter, RingSizes
 
 __all__ = ["MessageQueue", "MessageReader", "QueueStats", "ReaderStats"]
 
 _log = logging.getLogger("shmcast.queue")
 
 _LOOK_PAUSE_NS: Final = 10_000_000  # a publishing writer looks around at most this often
+_JOIN_S: Final = 0.2  # how long a relay's answer is waited for
+_JOIN_PAUSE_S: Final = 1.0
+_NUMBER_BYTES: Final = 8  # before each stream that a relay passes on
 _FIRST_PROBE_S: Final = 0.001  # who has waited for less does not ask who is alive
 # A sleep is cut in slices only to notice a death; a wake-up never depends on it. Slices of 10 ms
 # for ever would cost 1.0 to 1.6 % of a core, 40 ms cost 0.5 %.
@@ -366,8 +373,7 @@ class MessageQueue(_QueueEnd):
         self._ranks = tuple(range(config.n_readers))
         local_ranks = config.local_reader_ranks
         self._local_ranks = self._ranks if local_ranks is None else tuple(sorted(local_ranks))
-        self._address = f"shmcast-{secrets.token_hex(16)}"
-        self._token = secrets.token_hex(TOKEN_BYTES)
+        self._address, self._token = self._new_names()
         self._spin_ns = _spin_ns(config.spin_us, len(self._local_ranks))
         self._nonce = 0
         # Losses that no call has reported so far: a signal may come between. By rank; with each
@@ -393,6 +399,10 @@ class MessageQueue(_QueueEnd):
         self._pickler = Pickler(config.oob_threshold_bytes, allocate=self._arena.allocate_buffer)
         self._lock = EndLock("writer")
         _ends.add(self)
+
+    def _new_names(self) -> tuple[str, str]:
+        """The control socket's address and the token for it."""
+        return f"shmcast-{secrets.token_hex(16)}", secrets.token_hex(TOKEN_BYTES)
 
     def _create(self, layout: Layout) -> None:
         with contextlib.ExitStack() as undo:
@@ -422,17 +432,16 @@ class MessageQueue(_QueueEnd):
             undo.pop_all()
 
     def _open_to_remote_ranks(self) -> None:
-        from shmcast.remote import RemoteWriter
+        from shmcast.remote import RemoteWriter, RingSizes
 
-        assert self._config.bind is not None  # the config has seen to that
-        segment = self._segment
+        config, segment = self._config, self._segment
+        assert config.bind is not None  # the config has seen to that
         self._remote = RemoteWriter(
-            bind=self._config.bind,
-            security=self._config.security,
+            bind=config.bind,
+            security=config.security,
             ranks=tuple(sorted({*self._ranks} - {*self._local_ranks})),
             token=self._token,
-            n_chunks=self._config.n_chunks,
-            window_bytes=self._config.arena_bytes,
+            sizes=RingSizes(config.n_chunks, config.chunk_bytes, config.arena_bytes),
             place_of=lambda rank, epoch: RingReader(segment, rank, epoch),
             new_epoch=self._ring.new_epoch,
             admit=self._ring.admit,
@@ -447,6 +456,40 @@ class MessageQueue(_QueueEnd):
     ) -> MessageReader:
         """Attach a reader to the handle's queue; the same as `MessageReader(...)`."""
         return MessageReader(handle, rank, allow)
+
+    @staticmethod
+    def create_from_process_group(
+        group: ProcessGroup | None, config: QueueConfig | None = None, writer_rank: int = 0
+    ) -> MessageQueue | MessageReader:
+        """
+        One queue for the ranks of a `torch.distributed` process group: each gets its end, ready.
+
+        Every rank of the group makes this call. One becomes the writer, the others become readers,
+        whose ranks are counted from 0 in the group's order. Who can't reach the writer's control
+        socket is on another host. An error on one rank is raised on all of them.
+
+        The queue's secrets travel as the group's own messages do (with gloo in clear): whoever can
+        read these can read the queue.
+
+        Args:
+            group: any kind of group that exchanges objects, such as gloo's; None is the default
+                group.
+            config: the writer's settings; those of the other ranks have no effect. `n_readers` and
+                `local_reader_ranks` are what the group has; leave them out. Where there are other
+                hosts and no `bind`, it is a free port at the address by which the writer's host
+                reaches `MASTER_ADDR`.
+            writer_rank: the rank in the group that becomes the writer.
+
+        Raises:
+            ConfigError: this process is not in the group, or nobody else is; `writer_rank` is not a
+                rank of it, or not the same on all ranks; a setting contradicts the group; `bind` is
+                needed, or no address of the writer's host.
+            QueueNotReady: the ends did not reach each other within 60 s.
+            WriterLost: a rank can't reach the writer.
+        """
+        from shmcast.distributed import create_from_process_group
+
+        return create_from_process_group(group, config, writer_rank)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
@@ -939,6 +982,93 @@ class MessageQueue(_QueueEnd):
         self._segment.close_descriptors()
 
 
+class _Relay(MessageQueue):
+    """
+    The ring through which a remote reader passes on what it receives to the others of its host.
+
+    It never waits: who is too slow for it is evicted, and gets its messages from the writer then.
+    After it was made, only the I/O thread of that reader uses it.
+
+    Args:
+        handle: of this ring.
+        sizes: of the writer's ring.
+        session: of the reader that relays.
+
+    Raises:
+        ConfigError: another reader of this host is the relay, or there is not enough memory.
+    """
+
+    def __init__(self, handle: Handle, sizes: RingSizes, session: int) -> None:
+        self._own_handle = handle
+        super().__init__(
+            QueueConfig(
+                n_readers=handle.n_readers,
+                chunk_bytes=sizes.chunk_bytes + mmap.PAGESIZE,  # for the number of each message
+                n_chunks=sizes.n_chunks,
+                arena_bytes=sizes.arena_bytes,
+            )
+        )
+        self._control.keep_nothing()
+        self._control.greeting = session.to_bytes(8, "little")
+
+    def _new_names(self) -> tuple[str, str]:
+        return self._own_handle.local_address, self._own_handle.token
+
+    @property
+    def _is_attaching(self) -> bool:
+        return False  # the I/O thread sees to that
+
+    @property
+    def descriptor(self) -> int:
+        """What is readable when there is something to tend."""
+        return self._control.descriptor
+
+    def tend(self) -> None:
+        """Answer the readers of this host, and see who has left or died; never waits."""
+        with self._lock:
+            self._look("evict")
+
+    def pass_on(self, number: int, stream: Any, buffers: list[Any]) -> None:
+        """Put the writer's message with this number into the ring; never waits."""
+        with self._lock:
+            for rank, lag in enumerate(self._ring.lags()):
+                if lag >= self._config.n_chunks:
+                    self._evict(rank)
+            if not self._ring.expected_ranks():
+                return
+            parts = [number.to_bytes(_NUMBER_BYTES, "little"), bytes(stream)]
+            views = [memoryview(buffer) for buffer in buffers]
+            try:
+                if views or self._ring.try_publish(parts, views):
+                    self._publish_slowly(parts, views, time.monotonic())
+            except (QueueFull, MessageTooLarge, ReaderLost) as error:
+                _log.info("relay @%s can't pass on message %d: %s", self._address, number, error)
+                for rank in self._ring.expected_ranks():
+                    self._evict(rank)
+
+    def _evict(self, rank: int) -> None:
+        """End the attachment of a reader that is alive."""
+        self._arena.disown(rank)
+        self._control.vacate(rank)
+
+
+def _relay_handle(handle: Handle) -> Handle:
+    """The handle of the ring that a host's remote readers share: each of them knows it."""
+
+    def derived(what: str) -> str:
+        return hmac.digest(handle.token.encode(), what.encode(), "sha256").hex()
+
+    return Handle(
+        endpoint=None,
+        n_readers=handle.n_readers,
+        local_reader_ranks=tuple(
+            rank for rank in range(handle.n_readers) if rank not in handle.local_reader_ranks
+        ),
+        local_address=f"shmcast-relay-{derived('address')[:32]}",
+        token=derived("token")[: 2 * TOKEN_BYTES],
+    )
+
+
 class MessageReader(_QueueEnd):
     """
     A reader: an end of a queue that dequeues. It holds one rank.
@@ -979,6 +1109,10 @@ class MessageReader(_QueueEnd):
         self._spin_ns = 0
         self._control: ReaderControl | RemoteReader
         self._ring: RingReader | RemoteRing
+        self._remote: RemoteReader | None = None  # `_control`, if that is one
+        self._handle = handle
+        self._candidate: MessageReader | None = None  # of a relay that has not answered yet
+        self._join_at = 0.0  # when a remote reader looks for its host's relay
         if self._rank in handle.local_reader_ranks:
             self._control = ReaderControl.connect(self._address, handle.token, self._rank)
         else:
@@ -993,7 +1127,7 @@ class MessageReader(_QueueEnd):
         keys = CurveKeys(*handle.curve_keys) if handle.curve_keys else None
         if keys is None:  # nobody vouches for what comes
             self._loads = checked_loads(allow)
-        self._control = remote = RemoteReader(
+        self._control = self._remote = remote = RemoteReader(
             endpoint=handle.endpoint, keys=keys, token=handle.token, rank=self._rank
         )
         self._ring = remote.ring
@@ -1126,6 +1260,7 @@ class MessageReader(_QueueEnd):
             if slice_s and wait.elapsed_s < _FIRST_PROBE_S:
                 continue
             self._control.collect_files()
+            self._see_to_relay(deadline)
             # Dead first, then the counter once more: what it published last is not lost.
             is_dead = self._control.is_writer_dead()
             if ring.lag or ring.is_closing:
@@ -1148,6 +1283,10 @@ class MessageReader(_QueueEnd):
                 )
 
     def _load_file(self, nonce: int) -> Any:
+        stream, buffers = self._parts_of_file(nonce)
+        return loads(stream, buffers=buffers)
+
+    def _parts_of_file(self, nonce: int) -> tuple[Any, list[Any]]:
         assert isinstance(self._control, ReaderControl)  # no other reader takes files
         assert isinstance(self._ring, RingReader)
         file = self._control.take_file(nonce)
@@ -1165,16 +1304,18 @@ class MessageReader(_QueueEnd):
         # A small buffer that is kept would keep the whole file.
         most_bytes = len(memoryview(image)) // 8
         own = [buffer if len(buffer) > most_bytes else bytearray(buffer) for buffer in buffers]
-        return loads(stream, buffers=own)
+        return stream, own
 
     def _attach(self, deadline: float) -> None:
         """Go through the handshake, if that is not done; raises QueueNotReady if time is up."""
         if self._step():
+            self._see_to_relay(deadline)
             return
         wait = _Wait(deadline, QueueConfig().warn_after_s)
         while True:
             _ends.take_steps_of_others(self)
             if self._step():
+                self._see_to_relay(deadline)
                 return
             self._check_open()
             slice_s = wait.slice_s()
@@ -1238,6 +1379,57 @@ class MessageReader(_QueueEnd):
         self._take = self._ring.try_take
         return True
 
+    def _see_to_relay(self, deadline: float) -> None:
+        """Leave a relay that is over; look for the one of this host, or become it."""
+        remote = self._remote
+        if remote is None:
+            return
+        relayed = remote.ring.relayed
+        if relayed is not None:
+            if not relayed.is_over():
+                return
+            self._join_at = 0.0
+            remote.take_from(None)
+            relayed.close()
+        now = time.monotonic()
+        if now < self._join_at:
+            return
+        self._join_at = now + _JOIN_PAUSE_S
+        try:
+            self._join(remote, deadline)
+        except (ShmcastError, OSError) as error:
+            if is_foreign(error):
+                raise
+            self._candidate = None
+            _log.info("rank %d takes its messages from the writer itself: %s", self._rank, error)
+
+    def _join(self, remote: RemoteReader, deadline: float) -> None:
+        is_new = self._candidate is None
+        if is_new:
+            self._candidate = self._new_candidate(remote)
+        reader = self._candidate
+        if reader is None:
+            self._join_at = math.inf
+            return
+        # A relay answers at once. One that is stopped is asked again, without waiting.
+        patience_s = _JOIN_S if is_new else 0.0
+        with contextlib.suppress(QueueNotReady):
+            reader.wait_until_ready(max(0.0, min(patience_s, deadline - time.monotonic())))
+            remote.take_from(_Relayed(reader))
+            self._candidate = None
+
+    def _new_candidate(self, remote: RemoteReader) -> MessageReader | None:
+        """A reader of this host's relay, or None if this end has become that."""
+        assert remote.sizes is not None  # it is admitted
+        handle = _relay_handle(self._handle)
+        with contextlib.suppress(WriterLost):  # there is none
+            return MessageReader(handle, self._rank)
+        try:
+            remote.pass_on_to(_Relay(handle, remote.sizes, remote.session))
+        except ConfigError:  # another one was faster
+            return MessageReader(handle, self._rank)
+        return None
+
     def _lease_blocks(self) -> None:
         assert isinstance(self._ring, RingReader)  # no other has an arena
         try:
@@ -1253,6 +1445,10 @@ class MessageReader(_QueueEnd):
     def _finish(self) -> None:
         with contextlib.ExitStack() as parts:
             parts.callback(self._control.close)
+            if self._candidate is not None:
+                parts.callback(self._candidate.close)
+            if self._remote is not None and self._remote.ring.relayed is not None:
+                parts.callback(self._remote.ring.relayed.close)
             if hasattr(self, "_segment"):
                 parts.callback(self._segment.close)
             if hasattr(self, "_ring"):
@@ -1271,6 +1467,85 @@ class MessageReader(_QueueEnd):
         self._control.close_descriptors()
         if hasattr(self, "_segment"):
             self._segment.close_descriptors()
+
+
+class _Relayed:
+    """What the relay of this host passes on to one of its other readers."""
+
+    def __init__(self, reader: MessageReader) -> None:
+        assert isinstance(reader._control, ReaderControl)  # a relay is on this host
+        assert isinstance(reader._ring, RingReader)
+        self._reader, self._control, self._ring = reader, reader._control, reader._ring
+        self._head: Arrived | None = None  # taken and not released
+        self._is_broken = False
+        self.session = int.from_bytes(self._control.greeting, "little")
+
+    @property
+    def lag(self) -> int:
+        """How many messages are in the ring and not released."""
+        return self._ring.lag
+
+    def take(self, number: int) -> Arrived | None:
+        """The message with this number, or None if it has not come; what is before it is over."""
+        while not self._is_broken:
+            if self._head is None:
+                self._head = self._next()
+            if self._head is None or self._head.number == number:
+                return self._head
+            if self._head.number > number:
+                self._break(f"message {self._head.number} came instead of {number}")
+            else:
+                self.release()
+        return None
+
+    def _next(self) -> Arrived | None:
+        from shmcast.remote import Arrived
+
+        try:
+            taken = self._ring.try_take()
+            if taken is None:
+                return None
+            if type(taken) is int:
+                taken = self._reader._parts_of_file(taken)
+        except (ShmcastError, OSError) as error:
+            if is_foreign(error):
+                raise
+            self._break(str(error))
+            return None
+        stream, buffers = (taken, []) if type(taken) is bytes else taken
+        number = int.from_bytes(stream[:_NUMBER_BYTES], "little")
+        return Arrived.of(number, stream[_NUMBER_BYTES:], buffers)
+
+    def _break(self, why: str) -> None:
+        _log.warning("%r can't be used as a relay's: %s", self._reader, why)
+        self._is_broken = True
+
+    def release(self) -> None:
+        """Give back the message that was taken."""
+        self._head = None
+        self._ring.release()
+
+    def wait(self, sleep_ns: int) -> None:
+        """Wait for the next one."""
+        spin_ns = min(self._reader._spin_ns, sleep_ns)
+        self._ring.wait(spin_ns, sleep_ns - spin_ns)
+
+    def nudge(self) -> None:
+        """End the present wait or else the next one, from any thread."""
+        self._ring.nudge()
+
+    def is_over(self) -> bool:
+        """Whether nothing more will come from there."""
+        self._control.collect_files()
+        try:
+            has_ended = self._ring.is_closing or self._control.is_writer_dead()
+        except ProtocolError:  # the relay lost its lock
+            return True
+        return self._is_broken or self._ring.is_struck or (has_ended and not self._ring.lag)
+
+    def close(self) -> None:
+        """Leave the ring."""
+        self._reader.close()
 
 
 def _nothing() -> None:

@@ -14,11 +14,17 @@ attachment, which its session names, goes on over the next one::
       DONE                                  →     all of them have arrived
       LEAVE                                 →     do not wait for this reader any more
                                             ←   EVICTION it is not; or a lost one has come back
+      VIA the session of another reader     →     send what follows to that one alone
       BEAT                                 ←→     every second
 
 To the ring a remote rank is a reader like any other: the writer's I/O thread holds its place there
 and moves its cursor when the messages are acknowledged and ZeroMQ has let go of their memory. So
 the ring is the window, a full one makes the writer wait, and nothing is copied on the way.
+
+Of the readers on one host the first is the relay: it puts what it receives into a ring of the host,
+from which the others take it. Each of them keeps its own connection for everything else, so nothing
+depends on the relay: who finds it gone, or is too slow for its ring, resumes and gets the messages
+themselves from the writer, which keeps them until each reader has acknowledged them.
 
 A connection that ends is no death: the reader connects again. Lost is who does not come back within
 5 s; who is connected but silent is stalled, and is waited for, as one on this host would be.
@@ -48,7 +54,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import attrs
 import zmq
@@ -66,7 +72,17 @@ from shmcast.errors import (
     WriterLost,
 )
 
-__all__ = ["CurveKeys", "Peer", "RemoteReader", "RemoteRing", "RemoteWriter"]
+__all__ = [
+    "Arrived",
+    "CurveKeys",
+    "Peer",
+    "Relay",
+    "Relayed",
+    "RemoteReader",
+    "RemoteRing",
+    "RemoteWriter",
+    "RingSizes",
+]
 
 _log = logging.getLogger("shmcast.remote")
 
@@ -74,9 +90,9 @@ _log = logging.getLogger("shmcast.remote")
 # frame: a text, a stream; or in frames of their own: a stream and its buffers.
 _HEADER: Final = struct.Struct("<8sIIQQQ")
 _MAGIC: Final = b"shmcast\x01"
-_WINDOW: Final = struct.Struct("<Q")  # how an admission's text starts
-_HELLO, _RESUME, _ACK, _DONE, _LEAVE, _BEAT = range(1, 7)
-_ADMISSION, _MESSAGE, _CLOSING, _EVICTION, _REFUSAL, _DENIAL = range(7, 13)
+_SIZES: Final = struct.Struct("<QQQ")  # of the writer's ring; how an admission's text starts
+_HELLO, _RESUME, _ACK, _DONE, _LEAVE, _BEAT, _VIA = range(1, 8)
+_ADMISSION, _MESSAGE, _CLOSING, _EVICTION, _REFUSAL, _DENIAL = range(8, 14)
 
 _BEAT_S: Final = 1.0
 #: How long an end whose connection was cut is waited for.
@@ -101,6 +117,14 @@ _FAILURES: Final = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
+
+
+class RingSizes(NamedTuple):
+    """The settings of the writer's ring that a relay takes over."""
+
+    n_chunks: int
+    chunk_bytes: int
+    arena_bytes: int
 
 
 class CurveKeys(NamedTuple):
@@ -448,6 +472,8 @@ class Peer:
     # The messages that were sent over the present connection, with what tells that ZeroMQ has let
     # go of their memory; and the same of earlier connections.
     is_started: bool = False
+    via: Peer | None = None  # who relays to it what comes from this number on
+    via_from: int = 0
     is_told: bool = False  # over the present connection, that nothing follows
     next_number: int = 0  # to send
     sent_number: int = 0  # the same over all connections
@@ -470,8 +496,8 @@ class RemoteWriter(_Link):
         security: "curve" or "none".
         ranks: the ranks that may attach.
         token: what a reader must show.
-        n_chunks: how many messages may be on their way.
-        window_bytes: how many bytes of messages too large for a chunk may be on their way.
+        sizes: of the ring: as many messages may be on their way, and of those too large for a
+            chunk as many bytes as the arena has.
         place_of: what holds the place of a rank and epoch in the ring.
         new_epoch, admit, strike, has_left: the ring's.
 
@@ -486,8 +512,7 @@ class RemoteWriter(_Link):
         security: str,
         ranks: tuple[int, ...],
         token: str,
-        n_chunks: int,
-        window_bytes: int,
+        sizes: RingSizes,
         place_of: Callable[[int, int], RingReader],
         new_epoch: Callable[[int], int],
         admit: Callable[[int, bool], int],
@@ -498,7 +523,7 @@ class RemoteWriter(_Link):
         self.holders: dict[int, Peer] = {}
         self.keys: CurveKeys | None = None
         self._token = token.encode()
-        self._n_chunks, self._window_bytes = n_chunks, window_bytes
+        self._sizes = sizes
         self._place_of, self._new_epoch = place_of, new_epoch
         self._admit, self._strike, self._has_left = admit, strike, has_left
         self._never_admitted = set(ranks)
@@ -538,6 +563,8 @@ class RemoteWriter(_Link):
             raise ConfigError(f"{refusal}: {error.strerror}") from error
         except UnicodeError as error:
             raise ConfigError(f"{refusal}: {error}") from error
+        if host not in (address, "localhost") and ipaddress.ip_address(address).is_loopback:
+            _log.warning("bind = %r is %s here, which other hosts can't reach", bind, address)
         if security == "none" and _is_wildcard(address):
             raise ConfigError(
                 f"{refusal} with security = 'none': anyone could attach on every interface; "
@@ -549,7 +576,7 @@ class RemoteWriter(_Link):
             _set_common_options(self._socket, address)
             # A stranger may send much, and read nothing.
             self._socket.rcvhwm = 1000
-            self._socket.sndhwm = 4 * self._n_chunks + 1000
+            self._socket.sndhwm = 4 * self._sizes.n_chunks + 1000
             self._socket.router_mandatory = True
             self._socket.maxmsgsize = _MOST_ASKED_BYTES
             if security == "curve":
@@ -661,7 +688,7 @@ class RemoteWriter(_Link):
     def has_room(self, file_bytes: int) -> bool:
         """Whether a message in a file of this size may follow those that are on their way."""
         on_their_way = sum(list(self._filed.values()))
-        return not on_their_way or on_their_way + file_bytes <= self._window_bytes
+        return not on_their_way or on_their_way + file_bytes <= self._sizes.arena_bytes
 
     def publish(
         self, number: int, stream: memoryview, buffers: list[memoryview], file_bytes: int = 0
@@ -757,7 +784,7 @@ class RemoteWriter(_Link):
         if not peer.is_started:
             peer.is_started = True
             peer.next_number = peer.sent_number = peer.acked = peer.released = peer.start
-        self._send(peer, _ADMISSION, peer.start, _WINDOW.pack(self._n_chunks) + _who())
+        self._send(peer, _ADMISSION, peer.start, _SIZES.pack(*self._sizes) + _who())
 
     def _forget(self, peer: Peer, kind: int, text: str = "") -> None:
         peer.is_over = True
@@ -864,7 +891,7 @@ class RemoteWriter(_Link):
             number = peer.start
         if not peer.acked <= number <= peer.sent_number:
             raise ProtocolError(f"it resumes at {number}, {peer.sent_number} were sent")
-        peer.next_number, peer.is_told = number, False
+        peer.next_number, peer.is_told, peer.via = number, False, None
         self._start(peer)
 
     def _take_from(self, now: float, peer: Peer, header: _Header) -> None:
@@ -877,6 +904,12 @@ class RemoteWriter(_Link):
             peer.acked = header.number
         elif header.kind == _DONE:
             peer.is_done = True
+        elif header.kind == _VIA:
+            relay = self._peers.get(header.number)
+            if relay is not None and relay.is_started and relay is not peer:
+                # It was admitted to the relay's ring before it said so, and the relay had received
+                # no more by then than it has been sent now.
+                peer.via, peer.via_from = relay, relay.sent_number
         elif header.kind == _LEAVE:
             if peer.is_started and peer.place is not None:
                 self._release(now, peer)
@@ -900,9 +933,14 @@ class RemoteWriter(_Link):
             self._lose_at = min(self._lose_at, peer.cut_at + RESUME_S)
         if not peer.is_started:
             return
-        while peer.next_number < self._published and self._send_message(peer):
-            peer.next_number += 1
-            peer.sent_number = max(peer.sent_number, peer.next_number)
+        while peer.next_number < self._published:
+            if peer.via is not None and peer.next_number >= peer.via_from:
+                peer.next_number = self._published
+            elif self._send_message(peer):
+                peer.next_number += 1
+            else:
+                break
+        peer.sent_number = max(peer.sent_number, peer.next_number)
         if self._is_ending and not peer.is_told and peer.next_number == self._published:
             peer.is_told = self._send(peer, _CLOSING, self._published)
         self._release(now, peer)
@@ -958,12 +996,68 @@ class RemoteWriter(_Link):
 # --- the reader's side ----------------------------------------------------------------------------
 
 
-class _Arrived(NamedTuple):
+class Arrived(NamedTuple):
+    """A message: its stream, or (stream, list of buffers), and what is to be counted."""
+
     number: int
     content: Any
     n_bytes: int
     oob_buffers: int
     oob_bytes: int
+
+    @classmethod
+    def of(cls, number: int, stream: Any, buffers: list[Any]) -> Arrived:
+        """From its parts."""
+        oob_bytes = sum(map(len, buffers))
+        content = stream if type(stream) is bytes and not buffers else (stream, buffers)
+        return cls(number, content, len(stream) + oob_bytes, len(buffers), oob_bytes)
+
+
+class Relay(Protocol):
+    """The ring of this host that one reader, whose I/O thread uses it, feeds for the others."""
+
+    @property
+    def descriptor(self) -> int:
+        """What is readable when there is something to tend."""
+
+    def tend(self) -> None:
+        """Answer the readers of this host, and see who has left or died; never waits."""
+
+    def pass_on(self, number: int, stream: Any, buffers: list[Any]) -> None:
+        """Put a message into the ring; never waits."""
+
+    def close(self) -> None:
+        """Tell the readers that nothing follows."""
+
+
+class Relayed(Protocol):
+    """What another reader of this host passes on to this one, whose end uses it."""
+
+    @property
+    def session(self) -> int:
+        """The session of the reader that relays."""
+
+    @property
+    def lag(self) -> int:
+        """How many messages are in the ring and not released."""
+
+    def take(self, number: int) -> Arrived | None:
+        """The message with this number, or None if it has not come; what is before it is over."""
+
+    def release(self) -> None:
+        """Give back the message that was taken."""
+
+    def wait(self, sleep_ns: int) -> None:
+        """Wait for the next one."""
+
+    def nudge(self) -> None:
+        """End the present wait or else the next one, from any thread."""
+
+    def is_over(self) -> bool:
+        """Whether nothing more will come from there."""
+
+    def close(self) -> None:
+        """Leave the ring."""
 
 
 class RemoteRing:
@@ -972,6 +1066,7 @@ class RemoteRing:
 
     Attributes:
         ack: called when messages are to be acknowledged.
+        relayed: where messages come from too, if another reader of this host passes them on.
     """
 
     def __init__(self) -> None:
@@ -982,9 +1077,11 @@ class RemoteRing:
         self.messages = self.bytes = self.oob_buffers = self.oob_bytes = self.waits = 0
         self.wait_s = 0.0
         self.next_sequence = 0  # stored at first by the I/O thread, then by the reader's end
+        self.relayed: Relayed | None = None
+        self._taken: Arrived | None = None
         # Stored by the I/O thread.
-        self.arrived: collections.deque[_Arrived] = collections.deque()
-        self.n_arrived = 0  # the number of the message that comes next from the writer
+        self.arrived: collections.deque[Arrived] = collections.deque()
+        self.n_arrived = 0  # the number of the message that comes next from the writer itself
         self.n_all: int | None = None  # how many messages there are, once the writer has closed
         self.is_struck = False
 
@@ -999,21 +1096,30 @@ class RemoteRing:
         is taken again.
         """
         arrived = self.arrived
-        while arrived and arrived[0].number < self.next_sequence:  # a signal stopped `release`
+        while arrived and arrived[0].number < self.next_sequence:  # it came both ways
             arrived.popleft()
-        if not arrived or self.is_struck or self._is_stopped:
+        if self.is_struck or self._is_stopped:
             return None
-        return arrived[0].content
+        if arrived:
+            taken: Arrived | None = arrived[0]
+        else:
+            taken = self.relayed.take(self.next_sequence) if self.relayed is not None else None
+        self._taken = taken
+        return None if taken is None else taken.content
 
     def release(self) -> None:
         """Acknowledge the message that was taken."""
-        message = self.arrived[0]
+        message, self._taken = self._taken, None
+        assert message is not None
         self.next_sequence = message.number + 1
         self.messages += 1
         self.bytes += message.n_bytes
         self.oob_buffers += message.oob_buffers
         self.oob_bytes += message.oob_bytes
-        self.arrived.popleft()
+        if self.arrived and self.arrived[0] is message:
+            self.arrived.popleft()
+        elif self.relayed is not None:
+            self.relayed.release()
         if message.n_bytes >= _ALIASED_BYTES:  # the writer wants its memory back
             self.ack_from = 0
         if self.next_sequence >= self.ack_from:
@@ -1022,26 +1128,42 @@ class RemoteRing:
     def wait(self, spin_ns: int, sleep_ns: int) -> None:
         """Sleep until something changes; returns early for a signal."""
         start = time.monotonic()
-        self.event.clear()
-        if not (self.arrived or self.is_struck or self.is_closing or self._is_stopped):
-            self.event.wait((spin_ns + sleep_ns) / 1e9)
+        if self.relayed is not None:
+            self.relayed.wait(spin_ns + sleep_ns)
+        else:
+            self.event.clear()
+            if not (self.arrived or self.is_struck or self.is_closing or self._is_stopped):
+                self.event.wait((spin_ns + sleep_ns) / 1e9)
         self.waits += 1
         self.wait_s += time.monotonic() - start
+
+    def notify(self) -> None:
+        """End the present wait or else the next one, from any thread."""
+        self.event.set()
+        relayed = self.relayed
+        if relayed is not None:
+            relayed.nudge()
+
+    @property
+    def n_reached(self) -> int:
+        """The number of the first message that has neither arrived nor been released."""
+        return max(self.n_arrived, self.next_sequence)
 
     @property
     def lag(self) -> int:
         """How many messages have arrived and are not released."""
-        return self.n_arrived - self.next_sequence
+        relayed = self.relayed
+        return self.n_reached - self.next_sequence + (relayed.lag if relayed is not None else 0)
 
     @property
     def is_closing(self) -> bool:
         """Whether the writer has closed and all its messages have arrived."""
-        return self.n_all is not None and self.n_arrived >= self.n_all
+        return self.n_all is not None and self.n_reached >= self.n_all
 
     def stop(self) -> None:
         """End this end's waits, from any thread."""
         self._is_stopped = True
-        self.event.set()
+        self.notify()
 
     def leave(self) -> None:
         """Done by `RemoteReader.close`."""
@@ -1093,8 +1215,14 @@ class RemoteReader(_Link):
         self._leave_by = math.inf  # when to stop waiting for the answer to LEAVE over it
         self._acked = 0  # over it
         self._ack_at = math.inf
-        self._window = 0  # how many messages may be on their way
-        self._ack_every = 1  # half of that
+        self.sizes: RingSizes | None = None  # of the writer's ring, once admitted
+        self._ack_every = 1  # half of its chunks
+        self._has_said_done = False  # over it
+        self._relay: Relay | None = None
+        self._tend_at = 0.0
+        # Stored by the reader's end; the I/O thread takes it out.
+        self._new_relay: Relay | None = None
+        self._told: Relayed | None = None  # where the writer takes this end to get its messages
         self.ring = RemoteRing()  # before the loop counts this end: it may find no descriptor
         self._loop = _Loop.enter()
         self.ring.ack = self._loop.wake
@@ -1153,6 +1281,21 @@ class RemoteReader(_Link):
     def collect_files(self) -> None:
         """There are none."""
 
+    @property
+    def session(self) -> int:
+        """What names this attachment."""
+        return self._session
+
+    def pass_on_to(self, relay: Relay) -> None:
+        """Put what is received from now on into this host's ring too, which is closed here."""
+        self._new_relay = relay
+        self._loop.wake()
+
+    def take_from(self, relayed: Relayed | None) -> None:
+        """Have what follows sent to the relay alone; or, with None, what is missing to this end."""
+        self.ring.relayed = relayed
+        self._loop.wake()
+
     def close(self) -> None:
         """Leave; never waits."""
         if not self.is_closing:
@@ -1166,6 +1309,7 @@ class RemoteReader(_Link):
 
     def run(self, now: float, ready: dict[Any, int]) -> float:
         """Connect, take frames, acknowledge what was taken."""
+        self._tend_relay(now, ready)
         if self._socket is None:
             if self.is_closing and not self._has_to_leave:
                 self.is_done = True
@@ -1194,9 +1338,51 @@ class RemoteReader(_Link):
         elif self._has_ended or (self._cut_at is not None and now >= self._give_up_at):
             self._cut(now)
             return self._connect_at
-        elif not self.is_admitted and now >= self._hello_at:
-            self._greet(now)
+        elif not self.is_admitted:
+            if now >= self._hello_at:
+                self._greet(now)
+        else:
+            self._say_what_is_due(now)
         return min(self._ack_at, now + self._pause_s)
+
+    def _say_what_is_due(self, now: float) -> None:
+        relayed = self.ring.relayed
+        if self._told is not None and self._told is not relayed:
+            self._greet(now)
+        if relayed is not None and self._told is None:
+            self._told = relayed
+            self._say(_VIA, relayed.session)
+        if self.ring.is_closing and not self._has_said_done:
+            self._has_said_done = True
+            self._say(_DONE)
+
+    def _tend_relay(self, now: float, ready: dict[Any, int]) -> None:
+        new_relay, self._new_relay = self._new_relay, None
+        if new_relay is not None:
+            self._relay, self._tend_at = new_relay, now
+            self._loop.poller.register(new_relay.descriptor, zmq.POLLIN)
+        relay = self._relay
+        if relay is None:
+            return
+        is_over = self._failure is not None or self.ring.is_struck or self._is_cut_for_long
+        if is_over or self.is_closing:
+            self._drop_relay()
+        elif relay.descriptor in ready or now >= self._tend_at:
+            self._tend_at = now + _BEAT_S
+            self._use_relay(relay.tend)
+
+    def _use_relay(self, use: Callable[[], None]) -> None:
+        try:
+            use()
+        except Exception:
+            _log.exception("rank %d can't relay to the readers of its host", self._rank)
+            self._drop_relay()
+
+    def _drop_relay(self) -> None:
+        relay, self._relay = self._relay, None
+        if relay is not None:
+            self._loop.poller.unregister(relay.descriptor)
+            relay.close()
 
     @property
     def _pause_s(self) -> float:
@@ -1232,13 +1418,20 @@ class RemoteReader(_Link):
     def _acknowledge(self, now: float) -> None:
         """Acknowledge what was released, at once or together with what comes a little later."""
         ring = self.ring
+        if (
+            ring.relayed is not None  # then nothing arrives here that would set the time
+            and self._ack_at == math.inf
+            and 0 < ring.ack_from <= ring.next_sequence < self._acked + self._ack_every
+        ):
+            self._ack_at, ring.ack_from = now + _ACK_S, self._acked + self._ack_every
         if ring.next_sequence >= ring.ack_from or now >= self._ack_at or self.is_closing:
             if ring.next_sequence > self._acked:
                 self._acked = ring.next_sequence
                 self._say(_ACK, self._acked)
             # Who was not released in time is acknowledged when it is.
             self._ack_at = math.inf
-            ring.ack_from = self._acked + (1 if ring.lag else self._ack_every)
+            is_waited_for = ring.relayed is not None or ring.lag
+            ring.ack_from = self._acked + (1 if is_waited_for else self._ack_every)
             if ring.next_sequence >= ring.ack_from:  # released before that was stored
                 self._loop.wake()
         elif self._ack_at == math.inf and ring.n_arrived > self._acked:
@@ -1247,7 +1440,8 @@ class RemoteReader(_Link):
     def abort(self, error: str, linger_ms: int = 0) -> None:
         """Close at once."""
         self._failure = ShmcastError, error
-        self.ring.event.set()
+        self.ring.notify()
+        self._drop_relay()
         if self._socket is not None:
             self._disconnect(linger_ms)
         self.is_done = True
@@ -1289,6 +1483,8 @@ class RemoteReader(_Link):
     def _greet(self, now: float) -> None:
         self._hello_at = now + _BEAT_S
         kind = _RESUME if self.is_admitted else _HELLO
+        self._told, self._has_said_done = None, False
+        self.ring.n_arrived = self.ring.n_reached
         self._say(kind, self.ring.n_arrived, self._token.encode() + _who())
 
     def _say(self, kind: int, number: int = 0, text: bytes = b"") -> None:
@@ -1316,7 +1512,7 @@ class RemoteReader(_Link):
         was_heard = self._cut_at is None
         self._cut_at = now if self._cut_at is None else self._cut_at
         self._connect_at = now if was_heard else now + _RETRY_S
-        self.ring.event.set()
+        self.ring.notify()
 
     def _disconnect(self, linger_ms: int = 0) -> None:
         socket, self._socket = self._socket, None
@@ -1327,7 +1523,7 @@ class RemoteReader(_Link):
 
     def _fail(self, error_class: type[ShmcastError], text: str) -> None:
         self._failure = self._failure or (error_class, text)
-        self.ring.event.set()
+        self.ring.notify()
 
     def _try_take_frames(self, frames: list[zmq.Frame]) -> None:
         try:
@@ -1352,19 +1548,17 @@ class RemoteReader(_Link):
             self._say(_BEAT)
         elif kind == _ADMISSION:
             if self.start is None:
-                window, who = body[: _WINDOW.size], body[_WINDOW.size :]
-                if len(window) < _WINDOW.size:
-                    raise ProtocolError("an admission came without the window's size")
-                (self._window,) = _WINDOW.unpack(window)
-                self._ack_every = max(1, self._window // 2)
+                sizes, who = body[: _SIZES.size], body[_SIZES.size :]
+                if len(sizes) < _SIZES.size:
+                    raise ProtocolError("an admission came without the sizes of the ring")
+                self.sizes = RingSizes(*_SIZES.unpack(sizes))
+                self._ack_every = max(1, self.sizes.n_chunks // 2)
                 self.writer_pid = who.decode("utf-8", "replace")
                 ring.n_arrived = ring.next_sequence = self._acked = header.number
                 self.start = header.number
         elif kind == _CLOSING:
             if self.is_admitted:
                 ring.n_all = header.number
-                if ring.is_closing:
-                    self._say(_DONE)
             else:
                 self._fail(QueueClosed, f"the writer closed before it admitted rank {self._rank}")
         elif kind == _EVICTION:
@@ -1375,27 +1569,29 @@ class RemoteReader(_Link):
             self._fail(AuthenticationError, text)
         else:
             raise ProtocolError(f"a frame of kind {kind} is out of turn")
-        ring.event.set()
+        ring.notify()
 
     def _take_message(self, number: int, frames: list[zmq.Frame]) -> None:
-        if number < self.ring.n_arrived:  # sent again after a cut
+        ring, sizes = self.ring, self.sizes
+        assert sizes is not None  # it is admitted
+        if number < ring.n_arrived:  # sent again after a cut
             return
-        if number - self.ring.next_sequence >= self._window:
-            raise ProtocolError(f"message {number} came outside the window of {self._window}")
-        if number > self.ring.n_arrived:
-            raise ProtocolError(f"message {number} came instead of {self.ring.n_arrived}")
+        if number - ring.next_sequence >= sizes.n_chunks:
+            raise ProtocolError(f"message {number} came outside the window of {sizes.n_chunks}")
+        if number > ring.n_arrived:
+            raise ProtocolError(f"message {number} came instead of {ring.n_arrived}")
+        stream: Any
         if len(frames) == 1:
-            stream = bytes(frames[0].buffer[_HEADER.size :])
-            arrived = _Arrived(number, stream, len(stream), 0, 0)
+            stream, buffers = bytes(frames[0].buffer[_HEADER.size :]), []
         else:
+            stream = frames[1].buffer
             buffers = [
                 frame.buffer if len(frame) >= _ALIASED_BYTES else bytearray(frame.buffer)
                 for frame in frames[2:]
             ]
-            oob_bytes = sum(map(len, buffers))
-            n_bytes = len(frames[1]) + oob_bytes
-            content = frames[1].buffer, buffers
-            arrived = _Arrived(number, content, n_bytes, len(buffers), oob_bytes)
-        self.ring.arrived.append(arrived)
-        self.ring.n_arrived = number + 1
-        self.ring.event.set()
+        relay = self._relay
+        if relay is not None:  # first, since whoever gets the buffers may write to them
+            self._use_relay(lambda: relay.pass_on(number, stream, buffers))
+        ring.arrived.append(Arrived.of(number, stream, buffers))
+        ring.n_arrived = number + 1
+        self.ring.notify()

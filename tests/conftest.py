@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from types import FrameType
 from typing import Any, Protocol
 
 import hypothesis
@@ -70,6 +73,25 @@ class StartChild(Protocol):
     def __call__(
         self, function: Callable[..., None], *arguments: Any, method: str = "spawn"
     ) -> Child: ...
+
+
+@contextlib.contextmanager
+def tracing(trace: Callable[[FrameType, str, object], Any]) -> Iterator[None]:
+    """
+    Run a block under a trace function.
+
+    The garbage collector is off meanwhile. It may run a destructor while the interpreter is about
+    to call the function, and if the function raises there, CPython 3.11 calls freed memory.
+    """
+    previous, was_collecting = sys.gettrace(), gc.isenabled()
+    gc.disable()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(previous)
+        if was_collecting:
+            gc.enable()
 
 
 @pytest.fixture

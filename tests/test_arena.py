@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 import hypothesis.strategies as st
 import pytest
+from conftest import tracing
 from hypothesis import settings
 from hypothesis.stateful import (
     Bundle,
@@ -609,14 +610,8 @@ def interrupted(call: Callable[[], object], number: int) -> str | None:
                 raise Interrupt
         return trace
 
-    previous = sys.gettrace()
-    sys.settrace(trace)
-    try:
+    with contextlib.suppress(Interrupt), tracing(trace):
         call()
-    except Interrupt:
-        pass
-    finally:
-        sys.settrace(previous)
     return place
 
 

@@ -546,7 +546,7 @@ def test_writer_dies_right_after_the_admission(host: Host, monkeypatch: pytest.M
 
 def test_writer_of_another_user(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader says nothing to a socket of another user and names that user."""
-    monkeypatch.setattr(control_module, "_peer_of", lambda _: (os.getpid(), os.geteuid() + 1))
+    monkeypatch.setattr(control_module, "peer_of", lambda _: (os.getpid(), os.geteuid() + 1))
     with pytest.raises(AuthenticationError, match=f"belongs to user {os.geteuid() + 1}"):
         host.connect(0)
 
@@ -554,7 +554,7 @@ def test_writer_of_another_user(host: Host, monkeypatch: pytest.MonkeyPatch) -> 
 def test_reader_of_another_user(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer closes a connection of another user before it reads the claim."""
     reader = host.connect(0)
-    monkeypatch.setattr(control_module, "_peer_of", lambda _: (os.getpid(), os.geteuid() + 1))
+    monkeypatch.setattr(control_module, "peer_of", lambda _: (os.getpid(), os.geteuid() + 1))
     host.writer.serve()
     with pytest.raises(WriterLost):
         reader.step()

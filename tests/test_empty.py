@@ -27,7 +27,7 @@ from typing import Any, Self
 import numpy as np
 import pytest
 import torch
-from conftest import PATIENCE_S, MakeQueue, StartChild
+from conftest import PATIENCE_S, MakeQueue, StartChild, tracing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -1400,13 +1400,9 @@ def interrupted_at(number: int) -> Iterator[list[str]]:
                 raise Interrupted
         return trace
 
-    previous = sys.gettrace()
-    sys.settrace(trace)
-    try:
+    with tracing(trace):
         yield where
-    finally:
-        sys.settrace(previous)
-        last.clear()
+    last.clear()
 
 
 def room(queue: MessageQueue) -> int:

@@ -10,7 +10,6 @@ import os
 import random
 import signal
 import socket
-import sys
 import threading
 import time
 import weakref
@@ -23,7 +22,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from conftest import PATIENCE_S, MakeQueue
+from conftest import PATIENCE_S, MakeQueue, tracing
 
 import shmcast
 import shmcast.queue as queue_module
@@ -116,14 +115,12 @@ class AtPoint:
 
     def ends(self, call: Callable[[], object]) -> bool:
         """Run the call; whether it was ended. If it was over before, there is no such point."""
-        before = sys.gettrace()
-        sys.settrace(self._trace)
         try:
-            call()
+            with tracing(self._trace):
+                call()
         except Interrupt:
             return True
         finally:
-            sys.settrace(before)
             self._previous.clear()
         return False
 

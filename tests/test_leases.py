@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import PATIENCE_S, MakeQueue, StartChild
+from conftest import PATIENCE_S, MakeQueue, StartChild, tracing
 
 import shmcast.queue as queue_module
 from shmcast import (
@@ -871,14 +871,11 @@ def interrupted(call: Callable[[], object], number: int) -> bool:
                 raise Interrupt
         return trace
 
-    previous = sys.gettrace()
-    sys.settrace(trace)
     try:
-        call()
+        with tracing(trace):
+            call()
     except Interrupt:
         return True
-    finally:
-        sys.settrace(previous)
     return False
 
 

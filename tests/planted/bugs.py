@@ -393,7 +393,7 @@ BUGS: Final = (
         "messages taken again that were sent again after a cut",
         "remote.py",
         """
-        if number < self.ring.n_arrived:  # sent again after a cut
+        if number < ring.n_arrived:  # sent again after a cut
             return
 """,
         """
@@ -405,11 +405,11 @@ BUGS: Final = (
         "released when it was sent, not when it was acknowledged",
         "remote.py",
         """
-            peer.sent_number = max(peer.sent_number, peer.next_number)
+        peer.sent_number = max(peer.sent_number, peer.next_number)
 """,
         """
-            peer.sent_number = max(peer.sent_number, peer.next_number)
-            peer.acked = peer.sent_number
+        peer.sent_number = max(peer.sent_number, peer.next_number)
+        peer.acked = peer.sent_number
 """,
         ("test_remote.py::test_full_window_names_the_rank",),
     ),
