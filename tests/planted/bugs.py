@@ -414,6 +414,24 @@ BUGS: Final = (
         ("test_remote.py::test_full_window_names_the_rank",),
     ),
     Bug(
+        "sent to every reader of a host",
+        "remote.py",
+        """
+            if peer.via is not None and peer.next_number >= peer.via_from:
+                peer.next_number = self._published
+            elif self._send_message(peer):
+                peer.next_number += 1
+            else:
+                break
+""",
+        """
+            if not self._send_message(peer):
+                break
+            peer.next_number += 1
+""",
+        ("test_relay.py::test_once_per_host",),
+    ),
+    Bug(
         "unknown keys let in",
         "remote.py",
         """
