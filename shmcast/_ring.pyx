@@ -964,6 +964,11 @@ cdef class _End:
         """How many seconds this end has waited, all waits together."""
         return self.waited_ns / 1e9
 
+    cdef void _count_wait(self, int64_t start_ns) noexcept:
+        # With the GIL, since `stats` may read these in another thread at the same time.
+        self.waits += 1
+        self.waited_ns += <uint64_t>(monotonic_ns() - start_ns)
+
     cdef void _stop(self, uint32_t *own_word) noexcept nogil:
         store_release(&self.is_stopped, 1)
         word_bump(own_word)
@@ -1041,7 +1046,7 @@ cdef class RingWriter(_End):
             if not self.is_expected[rank]:
                 continue
             if self.cursors[rank]:
-                # Acquire pairs with the release store in RingReader.release: the reader's loads
+                # Acquire pairs with the release store in RingReader._give_back: the reader's loads
                 # from the chunk came before it.
                 cursor = load_acquire(self.cursors[rank])
                 if cursor > self.published:
@@ -1287,14 +1292,12 @@ cdef class RingWriter(_End):
 
         Returns early for a wake-up, a signal (whose handler has run) or `stop`.
         """
-        cdef int64_t start_ns
+        cdef int64_t start_ns = monotonic_ns()
         self._check_not_forked()
         with nogil:
-            start_ns = monotonic_ns()
             if not self._poll_space(start_ns + spin_ns) and sleep_ns > 0:
                 self._sleep_for_space(sleep_ns)
-            self.waits += 1
-            self.waited_ns += <uint64_t>(monotonic_ns() - start_ns)
+        self._count_wait(start_ns)
         PyErr_CheckSignals()
 
     cdef bint _poll_space(self, int64_t until_ns) noexcept nogil:
@@ -1309,8 +1312,8 @@ cdef class RingWriter(_End):
     cdef void _sleep_for_space(self, int64_t sleep_ns) noexcept nogil:
         cdef uint32_t seen
         store_relaxed(self.writer_sleeps, 1)
-        # This fence and the one in RingReader.release: either the reader sees the mark, or we see
-        # its cursor.
+        # This fence and the one in RingReader._give_back: either the reader sees the mark, or we
+        # see its cursor.
         fence_full()
         seen = word_load_acquire(self.writer_word)
         if not self._has_space() and not load_acquire(&self.is_stopped):
@@ -1339,7 +1342,7 @@ cdef class RingWriter(_End):
         """Never wait for the rank's present attachment again; its epoch ends with it."""
         self.new_epoch(rank)
         # The epoch is stored before any chunk that this reader has not released is written again:
-        # pairs with the acquire fence in RingReader.release.
+        # pairs with the acquire fence in RingReader.try_take.
         fence_full()
         self.cursors[rank] = NULL
         store_relaxed(self.sleeps[rank], 0)  # a reader that was killed asleep left its mark
@@ -1856,13 +1859,16 @@ cdef class RingReader(_End):
             for slot in self.copied_slots:
                 give_up(self.given_up, self.given_ups, slot, self.cursor)
             self.copied_slots = None
+        self._give_back()
+        return True
+
+    cdef void _give_back(self) noexcept nogil:
         # Release pairs with the acquire load in RingWriter._refresh.
         store_release(self.cursor_word, self.cursor)
         # This fence and the one in RingWriter._sleep_for_space.
         fence_full()
         if load_relaxed(self.writer_sleeps):
             self._wake_writer()
-        return True
 
     def pass_over(self):
         """
@@ -1899,16 +1905,14 @@ cdef class RingReader(_End):
         Returns early for a wake-up, a signal (whose handler has run), `stop`, `nudge` or a closing
         writer.
         """
-        cdef int64_t start_ns
+        cdef int64_t start_ns = monotonic_ns()
         self._check_not_forked()
         with nogil:
-            start_ns = monotonic_ns()
             if not self._poll(start_ns + spin_ns) and sleep_ns > 0:
                 self._sleep(sleep_ns)
             store_relaxed(&self.is_nudged, 0)  # what it was for is looked at after this
             fence_full()
-            self.waits += 1
-            self.waited_ns += <uint64_t>(monotonic_ns() - start_ns)
+        self._count_wait(start_ns)
         PyErr_CheckSignals()
 
     cdef bint _poll(self, int64_t until_ns) noexcept nogil:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
+import faulthandler
 import fcntl
 import gc
 import logging
+import mmap
 import os
 import random
 import select
@@ -716,6 +718,30 @@ def test_last_message_of_a_dying_writer(
     assert payload(1, size_bytes) == reader.dequeue(PATIENCE_S)
     with pytest.raises(WriterLost):
         reader.dequeue(PATIENCE_S)
+
+
+def enqueue_what_kills(pipe: Connection, size_bytes: int) -> None:
+    """A writer that meets SIGBUS halfway through the copy of its message."""
+    faulthandler.disable()  # pytest's, in a forked child
+    with MessageQueue(QueueConfig(arena_bytes=0, oob_threshold_bytes=1)) as queue:
+        pipe.send(queue.export_handle())
+        queue.wait_until_ready(PATIENCE_S)
+        file = os.memfd_create("shrinks")
+        os.ftruncate(file, size_bytes)
+        source = mmap.mmap(file, size_bytes)
+        os.ftruncate(file, size_bytes // 2)
+        queue.enqueue(PickleBuffer(source))
+
+
+@pytest.mark.parametrize("size_bytes", [2 * mmap.PAGESIZE, 100 * mmap.PAGESIZE])
+def test_writer_dies_in_the_middle_of_a_copy(start_child: StartChild, size_bytes: int) -> None:
+    """A message whose writer died while it copied it is never seen."""
+    child = start_child(enqueue_what_kills, size_bytes, method="fork")
+    with MessageReader(child.receive(), 0) as reader:
+        reader.wait_until_ready(PATIENCE_S)
+        with pytest.raises(WriterLost):
+            reader.dequeue(PATIENCE_S)
+    assert -signal.SIGBUS == child.join()
 
 
 def test_attaching_to_a_dead_writer(start_child: StartChild) -> None:

@@ -984,6 +984,23 @@ def test_close_leaves_what_was_published(make_queue: MakeQueue) -> None:
         assert not reader.closed
 
 
+def test_close_between_two_looks(make_queue: MakeQueue) -> None:
+    """What was published after a reader's last look at the ring, and before the end, is read."""
+    queue, (reader,) = make_queue()
+    take, looks = reader._take, iter(("at the ring", "in the wait"))
+
+    def look_too_early() -> None:
+        if next(looks) == "in the wait":
+            reader._take = take
+            queue.enqueue("last")
+            queue.close()
+
+    reader._take = look_too_early
+    assert "last" == reader.dequeue(PATIENCE_S)
+    with pytest.raises(QueueClosed):
+        reader.dequeue(PATIENCE_S)
+
+
 def test_close_wakes_readers_that_wait(make_queue: MakeQueue) -> None:
     """Readers that wait when the writer closes get QueueClosed."""
     for repetition in range(30):

@@ -771,30 +771,42 @@ def test_second_hello_over_a_connection() -> None:
             wait_for(lambda: not peer.sent, "what was sent twice is waited for")
 
 
-def test_message_outside_the_window_is_refused() -> None:
-    """A writer that sends more than the window gets no more memory of the reader's."""
+@contextlib.contextmanager
+def reader_of_numbers(*numbers: int, window: int) -> Iterator[MessageReader]:
+    """A reader that was admitted, and was sent messages with these numbers and contents."""
     with new_queue(security="none") as queue:
         handle = queue.export_handle()
     with zmq.Context() as context, context.socket(zmq.ROUTER) as bare:
         bare.linger = 0
         port = bare.bind_to_random_port("tcp://127.0.0.1")
-        wrong = attrs.evolve(handle, endpoint=f"tcp://127.0.0.1:{port}")
-        with MessageReader(wrong, 0) as reader:
+        with MessageReader(attrs.evolve(handle, endpoint=f"tcp://127.0.0.1:{port}"), 0) as reader:
             assert bare.poll(PATIENCE_S * 1e3)
             identity, hello = bare.recv_multipart()
             session = remote._unpack([hello]).session
-            sizes = remote._SIZES.pack(2, 4096, 0)
+            sizes = remote._SIZES.pack(window, 4096, 0)
             bare.send_multipart([identity, frame(remote._ADMISSION, session, 0, sizes)])
-            for number in range(3):
-                text = pickle.dumps(number)
-                message = frame(remote._MESSAGE, session, number, text)
+            for number in numbers:
+                message = frame(remote._MESSAGE, session, number, pickle.dumps(number))
                 bare.send_multipart([identity, message])
-            control = reader._control
-            assert isinstance(control, remote.RemoteReader)
-            wait_for(lambda: control._failure is not None, "the third message was taken")
-            assert [0, 1] == [reader.dequeue(PATIENCE_S) for _ in range(2)]
-            with pytest.raises(ProtocolError, match="outside the window of 2"):
-                reader.dequeue(PATIENCE_S)
+            yield reader
+
+
+def test_message_outside_the_window_is_refused() -> None:
+    """A writer that sends more than the window gets no more memory of the reader's."""
+    with reader_of_numbers(0, 1, 2, window=2) as reader:
+        control = reader._control
+        assert isinstance(control, remote.RemoteReader)
+        wait_for(lambda: control._failure is not None, "the third message was taken")
+        assert [0, 1] == [reader.dequeue(PATIENCE_S) for _ in range(2)]
+        with pytest.raises(ProtocolError, match="outside the window of 2"):
+            reader.dequeue(PATIENCE_S)
+
+
+def test_message_that_is_sent_again_is_taken_once() -> None:
+    """A message that comes a second time, as it may after a cut, is not taken again."""
+    with reader_of_numbers(0, 1, 0, 2, window=16) as reader:
+        wait_for(lambda: 3 == reader.stats().lag, "not every message was taken once")
+        assert [0, 1, 2] == [reader.dequeue(PATIENCE_S) for _ in range(3)]
 
 
 def test_reader_that_leaves_while_it_is_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
