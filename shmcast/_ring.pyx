@@ -1928,8 +1928,7 @@ cdef class RingReader(_End):
         cdef uint32_t seen
         if load_relaxed(self.cursor_word) != self.cursor and not self._is_struck():
             # An earlier attachment of this rank, which was struck though it lives, stored last.
-            store_release(self.cursor_word, self.cursor)
-            self._wake_writer()
+            self._give_back()
         store_relaxed(self.sleeps_word, 1)
         # This fence and the one in RingWriter._wake_readers: either the writer sees the mark, or
         # we see its store.
