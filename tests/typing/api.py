@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, assert_type
 
 import torch
+import torch.distributed as dist
 
 import shmcast
 from shmcast import (
@@ -123,6 +124,16 @@ def read(handle: Handle) -> Iterator[object]:
             assert_type(message, Any)
             yield message
     reader.close()
+    allowing = MessageQueue.create_from_handle(handle, 1, allow=("my.package:Step",))
+    assert_type(allowing, MessageReader)
+
+
+def take_part(group: dist.ProcessGroup) -> None:
+    """A rank of a process group."""
+    end = MessageQueue.create_from_process_group(group, QueueConfig(), writer_rank=1)
+    assert_type(end, MessageQueue | MessageReader)
+    MessageQueue.create_from_process_group(None)
+    MessageQueue.create_from_process_group(group, {})  # type: ignore[arg-type]
 
 
 def carry(handle: Handle, path: Path, like: os.PathLike[str]) -> Handle:
