@@ -52,6 +52,7 @@ MOST_KEPT: Final = 4
 LONGEST_STOP_S: Final = 0.1
 N_SAMPLES: Final = 40  # of what a process has, in a soak
 _PR_SET_PDEATHSIG: Final = 1
+_CLONE_NEWNET: Final = 0x40000000
 _libc = ctypes.CDLL(None)
 
 # The words of an end's page, and what `STATE` says. `KILLS` is followed by a word for each rank.
@@ -72,6 +73,7 @@ class Bytes:
     arena_bytes: tuple[int, ...] = (0, 300_000, 2_000_000)
     oob_threshold_bytes: tuple[int, ...] = (0, 20_000)
     share_of_remote_ranks = 0.0
+    address = "127.0.0.1"
     n_groups = 6
     pause_s = 0.001  # of the engine between two acts, and of the ends
     pace_s = 0.03  # of the writer after a few messages
@@ -85,7 +87,7 @@ class Bytes:
         return QueueConfig(
             n_readers=len(ranks),
             local_reader_ranks=tuple(local_ranks),
-            bind=None if len(local_ranks) == len(ranks) else "tcp://127.0.0.1:0",
+            bind=None if len(local_ranks) == len(ranks) else f"tcp://{self.address}:0",
             n_chunks=rng.choice((1, 2, 16)),
             chunk_bytes=rng.choice(self.chunk_bytes),
             arena_bytes=rng.choice(self.arena_bytes),
@@ -94,6 +96,9 @@ class Bytes:
             on_reader_loss=rng.choice(("raise", "evict")),
             spin_us=rng.choice((0, 30)),
         )
+
+    def go_to_other_host(self) -> None:
+        """Move this process to where remote readers are: here."""
 
     def make(self, part: slice, queue: MessageQueue) -> Any:  # noqa: ARG002  # for tensors
         return PickleBuffer(bytearray(self.pattern[part]))
@@ -157,6 +162,16 @@ class Remote(Tensors):
         super().__init__()
         # For so long each death of a reader stops its queue, and a closed writer goes on.
         vars(shmcast.remote).update(RESUME_S=1.0, _LINGER_S=PATIENCE_S)
+
+
+class Hosts(Remote):
+    """The same with remote readers on another host: a network namespace, at OTHER_HOST."""
+
+    address = "192.0.2.1"
+
+    def go_to_other_host(self) -> None:
+        with Path(os.environ["OTHER_HOST"]).open() as namespace:
+            assert _libc.setns(namespace.fileno(), _CLONE_NEWNET) == 0
 
 
 class Soak(Remote):
@@ -324,6 +339,8 @@ def read(
     """
     rng, messages = random.Random(f"{seed} {least}"), Messages(kind, seed)
     reader = message = None
+    if rank not in handle.local_reader_ranks:
+        kind.go_to_other_host()
     try:
         reader = MessageQueue.create_from_handle(handle, rank)
         reader.wait_until_ready(PATIENCE_S)
@@ -642,7 +659,8 @@ def sizes_of(name: str, pid: int) -> Iterator[tuple[str, int]]:
 
 def main(name: str, kind_name: str, seed: str, amount: str) -> None:
     logging.disable()  # a loss is a warning
-    kind = {"bytes": Bytes, "tensors": Tensors, "remote": Remote, "soak": Soak}[kind_name]()
+    kinds = {"bytes": Bytes, "tensors": Tensors, "remote": Remote, "hosts": Hosts, "soak": Soak}
+    kind = kinds[kind_name]()
     _, n_threads, _ = possessions_at_start()
     assert n_threads == 1, "a process that forks has one thread"
     gc.freeze()

@@ -7,11 +7,12 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_distributed import Hosts, hosts  # noqa: F401  # a fixture
 
 #: Replays a run, as far as the timing of processes allows.
 SEED = os.environ.get("CHAOS_SEED") or str(random.SystemRandom().randrange(10**9))
@@ -23,11 +24,13 @@ def by_hand(amount: int, minutes: int) -> Any:
     return pytest.param(amount, marks=marks)
 
 
-def run(record_property: Callable[[str, object], None], *arguments: object) -> dict[str, Any]:
+def run(
+    record_property: Callable[[str, object], None], *arguments: object, start: Sequence[str] = ()
+) -> dict[str, Any]:
     """Run `chaos.py` in a process of its own, where it can fork; its figures."""
     program = str(Path(__file__).with_name("chaos.py"))
     name, kind, amount = map(str, arguments)
-    command = [sys.executable, program, name, kind, SEED, amount]
+    command = [*start, sys.executable, program, name, kind, SEED, amount]
     process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     assert process.returncode == 0, f"replay: {' '.join(command)}"
     sys.stdout.write(process.stdout)
@@ -54,12 +57,27 @@ def test_chaos_of_tensors(seconds: int, record_property: Callable[[str, object],
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seconds", [30, by_hand(1800, 30)])
+@pytest.mark.parametrize("seconds", [20, by_hand(1800, 30)])
 def test_chaos_of_remote_readers(
     seconds: int, record_property: Callable[[str, object], None]
 ) -> None:
     """Killed readers and writers hurt nobody else where most readers are remote."""
     figures = run(record_property, "chaos", "remote", seconds)
+    assert {"kills of remote", "kills of writer", "leaves", "stops"} <= figures.keys()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seconds", [20, by_hand(1800, 30)])
+def test_chaos_across_hosts(
+    hosts: Hosts,  # noqa: F811  # the fixture
+    seconds: int,
+    record_property: Callable[[str, object], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Killed readers and writers hurt nobody else where the remote readers share another host."""
+    monkeypatch.setenv("OTHER_HOST", f"/run/netns/{hosts[1].name}")
+    there = ("ip", "netns", "exec", hosts[0].name)
+    figures = run(record_property, "chaos", "hosts", seconds, start=there)
     assert {"kills of remote", "kills of writer", "leaves", "stops"} <= figures.keys()
 
 
