@@ -18,6 +18,8 @@ import pytest
 
 import shmcast._ring as core
 
+pytestmark = pytest.mark.proof
+
 SOURCE: Final = Path(core.__file__).parent
 FLAGS: Final = ("-O2", "-std=gnu11", "-g0", "-S")
 

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from test_distributed import Hosts, hosts  # noqa: F401  # a fixture
 
+pytestmark = pytest.mark.proof
+
 #: Replays a run, as far as the timing of processes allows.
 SEED = os.environ.get("CHAOS_SEED") or str(random.SystemRandom().randrange(10**9))
 

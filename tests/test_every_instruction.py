@@ -16,9 +16,12 @@ from victims import (
     may_trace,
 )
 
-pytestmark = pytest.mark.skipif(
-    not may_trace(), reason="a child may not be traced here, or the processor is another one"
-)
+pytestmark = [
+    pytest.mark.proof,
+    pytest.mark.skipif(
+        not may_trace(), reason="a child may not be traced here, or the processor is another one"
+    ),
+]
 
 
 @pytest.mark.parametrize(

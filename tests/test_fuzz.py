@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import PATIENCE_S
 
+pytestmark = pytest.mark.proof
+
 TESTS = Path(__file__).parent
 FUZZ_S = 4
 

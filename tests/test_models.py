@@ -29,6 +29,8 @@ from explorer import (
     require,
 )
 
+pytestmark = pytest.mark.proof
+
 Round = Generator[Step, Any, Any]
 Record = Callable[[str, object], None]
 

@@ -11,7 +11,8 @@ from conftest import PATIENCE_S
 from planted.bugs import BUGS, Bug
 from planted.tree import build, copy_package, environment, replace
 
-pytestmark = pytest.mark.timeout(600)  # the first test builds a copy of the package
+# The first test builds a copy of the package.
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(600)]
 
 #: A bug may show as a hang, which takes so long.
 SHORT_PATIENCE_S = 6.0

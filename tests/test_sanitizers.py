@@ -17,7 +17,8 @@ import pytest
 from planted.bugs import OVERRUN, RACES, Bug
 from planted.tree import build, copy_package, environment
 
-pytestmark = pytest.mark.timeout(600)  # the first test of each kind builds a copy of the package
+# The first test of each kind builds a copy of the package.
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(600)]
 
 REPORTED = 66  # the exit status after a report
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 from test_chaos import by_hand, run
 
+pytestmark = pytest.mark.proof
+
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seconds", [60, by_hand(8 * 3600, 8 * 60)])

@@ -15,6 +15,8 @@ from conftest import PATIENCE_S, StartChild
 import shmcast.queue
 from shmcast import Handle, MessageQueue, QueueConfig
 
+pytestmark = pytest.mark.proof
+
 #: Up to so many steps of an empty loop before each call, some 50 µs: the two ends have to meet at
 #: every point of what they do.
 MOST_STEPS = 2000
