@@ -474,10 +474,7 @@ class WriterControl:
 
     def wait(self, timeout_s: float) -> None:
         """Wait until something arrives on the socket."""
-        if self._is_starved:  # what has arrived cannot be accepted now, and would end each poll
-            time.sleep(timeout_s)
-        else:
-            self._epoll.poll(timeout_s, 1)
+        self._epoll.poll(timeout_s, 1)
 
     def watch(self, descriptor: int) -> None:
         """Let `wait` end for this descriptor too."""
@@ -496,13 +493,18 @@ class WriterControl:
 
     def serve(self) -> None:
         """Answer everything that has arrived; never waits."""
+        was_starved = self._is_starved
+        if was_starved:
+            with contextlib.suppress(FileExistsError):  # a signal came before the next line
+                self._epoll.register(self._listener, select.EPOLLIN)
+            self._is_starved = False
         events = self._epoll.poll(0)
         for descriptor, _ in events:
             connection = self._connections.get(descriptor)
             if connection is not None:
                 self._guarded(connection, self._take_frames)
         if any(descriptor == self._listener.fileno() for descriptor, _ in events):
-            self._accept()
+            self._accept(was_starved)
         for connection in list(self._connections.values()):
             self._guarded(connection, self._take_up)
         self._drop_silent()
@@ -519,8 +521,7 @@ class WriterControl:
             if connection.accepted_at < oldest_allowed or len(silent) - index > _BACKLOG:
                 self._forget(connection)
 
-    def _accept(self) -> None:
-        was_starved, self._is_starved = self._is_starved, False
+    def _accept(self, was_starved: bool) -> None:
         for _ in range(len(self.ranks) + _BACKLOG):
             try:
                 accepted, _ = self._listener.accept()
@@ -531,6 +532,8 @@ class WriterControl:
                 if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED):
                     raise
                 self._is_starved = error.errno != errno.ECONNABORTED
+                if self._is_starved:  # what can't be accepted now would end each poll
+                    self._epoll.unregister(self._listener)
                 if self._is_starved and not was_starved:
                     _log.warning(
                         "writer @%s can't accept a reader: %s (RLIMIT_NOFILE)",

@@ -1006,6 +1006,7 @@ class _Relay(MessageQueue):
                 chunk_bytes=sizes.chunk_bytes + mmap.PAGESIZE,  # for the number of each message
                 n_chunks=sizes.n_chunks,
                 arena_bytes=sizes.arena_bytes,
+                on_reader_loss="evict",
             )
         )
         self._control.keep_nothing()
@@ -1054,18 +1055,14 @@ class _Relay(MessageQueue):
 
 def _relay_handle(handle: Handle) -> Handle:
     """The handle of the ring that a host's remote readers share: each of them knows it."""
-
-    def derived(what: str) -> str:
-        return hmac.digest(handle.token.encode(), what.encode(), "sha256").hex()
-
-    return Handle(
+    # Everybody on the host sees the address, which must not tell the token.
+    digest = hmac.digest(handle.token.encode(), b"relay", "sha256").hex()
+    return attrs.evolve(
+        handle,
         endpoint=None,
-        n_readers=handle.n_readers,
-        local_reader_ranks=tuple(
-            rank for rank in range(handle.n_readers) if rank not in handle.local_reader_ranks
-        ),
-        local_address=f"shmcast-relay-{derived('address')[:32]}",
-        token=derived("token")[: 2 * TOKEN_BYTES],
+        local_reader_ranks=tuple(range(handle.n_readers)),
+        local_address=f"shmcast-relay-{digest[:32]}",
+        curve_keys=(),
     )
 
 
@@ -1260,7 +1257,8 @@ class MessageReader(_QueueEnd):
             if slice_s and wait.elapsed_s < _FIRST_PROBE_S:
                 continue
             self._control.collect_files()
-            self._see_to_relay(deadline)
+            self._leave_relay_that_is_over()
+            self._find_relay(deadline)
             # Dead first, then the counter once more: what it published last is not lost.
             is_dead = self._control.is_writer_dead()
             if ring.lag or ring.is_closing:
@@ -1309,13 +1307,13 @@ class MessageReader(_QueueEnd):
     def _attach(self, deadline: float) -> None:
         """Go through the handshake, if that is not done; raises QueueNotReady if time is up."""
         if self._step():
-            self._see_to_relay(deadline)
+            self._find_relay(deadline)
             return
         wait = _Wait(deadline, QueueConfig().warn_after_s)
         while True:
             _ends.take_steps_of_others(self)
             if self._step():
-                self._see_to_relay(deadline)
+                self._find_relay(deadline)
                 return
             self._check_open()
             slice_s = wait.slice_s()
@@ -1379,20 +1377,23 @@ class MessageReader(_QueueEnd):
         self._take = self._ring.try_take
         return True
 
-    def _see_to_relay(self, deadline: float) -> None:
-        """Leave a relay that is over; look for the one of this host, or become it."""
+    def _leave_relay_that_is_over(self) -> None:
         remote = self._remote
-        if remote is None:
-            return
-        relayed = remote.ring.relayed
-        if relayed is not None:
-            if not relayed.is_over():
-                return
+        relayed = None if remote is None else remote.ring.relayed
+        if remote is not None and relayed is not None and relayed.is_over():
             self._join_at = 0.0
             remote.take_from(None)
             relayed.close()
-        now = time.monotonic()
-        if now < self._join_at:
+
+    def _find_relay(self, deadline: float) -> None:
+        """Look for the relay of this host, or become it."""
+        remote, now = self._remote, time.monotonic()
+        if (
+            remote is None
+            or now < self._join_at
+            or remote.is_relay
+            or remote.ring.relayed is not None
+        ):
             return
         self._join_at = now + _JOIN_PAUSE_S
         try:
@@ -1409,7 +1410,6 @@ class MessageReader(_QueueEnd):
             self._candidate = self._new_candidate(remote)
         reader = self._candidate
         if reader is None:
-            self._join_at = math.inf
             return
         # A relay answers at once. One that is stopped is asked again, without waiting.
         patience_s = _JOIN_S if is_new else 0.0
@@ -1473,11 +1473,14 @@ class _Relayed:
     """What the relay of this host passes on to one of its other readers."""
 
     def __init__(self, reader: MessageReader) -> None:
+        from shmcast.remote import Arrived
+
+        self._arrived = Arrived.of
         assert isinstance(reader._control, ReaderControl)  # a relay is on this host
         assert isinstance(reader._ring, RingReader)
         self._reader, self._control, self._ring = reader, reader._control, reader._ring
         self._head: Arrived | None = None  # taken and not released
-        self._is_broken = False
+        self._is_broken = self.is_ahead = False
         self.session = int.from_bytes(self._control.greeting, "little")
 
     @property
@@ -1486,21 +1489,17 @@ class _Relayed:
         return self._ring.lag
 
     def take(self, number: int) -> Arrived | None:
-        """The message with this number, or None if it has not come; what is before it is over."""
+        """The message with this number, or None if it is not there; what is before it is over."""
         while not self._is_broken:
             if self._head is None:
                 self._head = self._next()
-            if self._head is None or self._head.number == number:
-                return self._head
-            if self._head.number > number:
-                self._break(f"message {self._head.number} came instead of {number}")
-            else:
-                self.release()
+            self.is_ahead = self._head is not None and self._head.number > number
+            if self._head is None or self._head.number >= number:
+                return None if self.is_ahead else self._head
+            self.release()
         return None
 
     def _next(self) -> Arrived | None:
-        from shmcast.remote import Arrived
-
         try:
             taken = self._ring.try_take()
             if taken is None:
@@ -1510,15 +1509,12 @@ class _Relayed:
         except (ShmcastError, OSError) as error:
             if is_foreign(error):
                 raise
-            self._break(str(error))
+            _log.warning("%r can't be used as a relay's: %s", self._reader, error)
+            self._is_broken = True
             return None
         stream, buffers = (taken, []) if type(taken) is bytes else taken
         number = int.from_bytes(stream[:_NUMBER_BYTES], "little")
-        return Arrived.of(number, stream[_NUMBER_BYTES:], buffers)
-
-    def _break(self, why: str) -> None:
-        _log.warning("%r can't be used as a relay's: %s", self._reader, why)
-        self._is_broken = True
+        return self._arrived(number, stream[_NUMBER_BYTES:], buffers)
 
     def release(self) -> None:
         """Give back the message that was taken."""

@@ -90,7 +90,8 @@ _log = logging.getLogger("shmcast.remote")
 # frame: a text, a stream; or in frames of their own: a stream and its buffers.
 _HEADER: Final = struct.Struct("<8sIIQQQ")
 _MAGIC: Final = b"shmcast\x01"
-_SIZES: Final = struct.Struct("<QQQ")  # of the writer's ring; how an admission's text starts
+# How an admission's text starts: the sizes of the ring, how many messages were published.
+_ADMITTED: Final = struct.Struct("<QQQQ")
 _HELLO, _RESUME, _ACK, _DONE, _LEAVE, _BEAT, _VIA = range(1, 8)
 _ADMISSION, _MESSAGE, _CLOSING, _EVICTION, _REFUSAL, _DENIAL = range(8, 14)
 
@@ -476,8 +477,6 @@ class Peer:
     is_admitted: bool = False
     start: int | None = None
     place: RingReader | None = None  # used by the I/O thread from `_start` on
-    # The messages that were sent over the present connection, with what tells that ZeroMQ has let
-    # go of their memory; and the same of earlier connections.
     is_started: bool = False
     via: Peer | None = None  # who relays to it what comes from this number on
     via_from: int = 0
@@ -486,6 +485,8 @@ class Peer:
     sent_number: int = 0  # the same over all connections
     acked: int = 0
     released: int = 0
+    # The messages that were sent over the present connection, with what tells that ZeroMQ has let
+    # go of their memory; and the same of earlier connections.
     sent: collections.deque[tuple[int, list[zmq.MessageTracker]]] = attrs.field(
         factory=collections.deque
     )
@@ -791,7 +792,8 @@ class RemoteWriter(_Link):
         if not peer.is_started:
             peer.is_started = True
             peer.next_number = peer.sent_number = peer.acked = peer.released = peer.start
-        self._send(peer, _ADMISSION, peer.start, _SIZES.pack(*self._sizes) + _who())
+        numbers = _ADMITTED.pack(*self._sizes, self._published)
+        self._send(peer, _ADMISSION, peer.start, numbers + _who())
 
     def _forget(self, peer: Peer, kind: int, text: str = "") -> None:
         peer.is_over = True
@@ -809,6 +811,9 @@ class RemoteWriter(_Link):
 
     def _disconnect(self, peer: Peer) -> None:
         peer.identity = None
+        self._forget_sent(peer)
+
+    def _forget_sent(self, peer: Peer) -> None:
         for _, trackers in peer.sent:
             peer.unfinished += trackers
         peer.sent.clear()
@@ -896,19 +901,21 @@ class RemoteWriter(_Link):
         assert peer.start is not None
         if kind == _HELLO:  # it has not heard that it is admitted
             number = peer.start
-        if not peer.acked <= number <= peer.sent_number:
-            raise ProtocolError(f"it resumes at {number}, {peer.sent_number} were sent")
+        if not peer.acked <= number <= self._published:
+            raise ProtocolError(f"it resumes at {number}, {self._published} were published")
         peer.next_number, peer.is_told, peer.via = number, False, None
         self._start(peer)
 
     def _take_from(self, now: float, peer: Peer, header: _Header) -> None:
         peer.heard_at = now
         if header.kind == _ACK:
-            if not peer.acked <= header.number <= peer.sent_number:
+            if not peer.acked <= header.number <= self._published:
                 raise ProtocolError(
-                    f"it acknowledges {header.number}, {peer.sent_number} were sent"
+                    f"it acknowledges {header.number}, {self._published} were published"
                 )
             peer.acked = header.number
+            # It may have resumed at an earlier number, and taken more from a relay since.
+            peer.next_number = max(peer.next_number, peer.acked)
         elif header.kind == _DONE:
             peer.is_done = True
         elif header.kind == _VIA:
@@ -940,6 +947,10 @@ class RemoteWriter(_Link):
             self._lose_at = min(self._lose_at, peer.cut_at + RESUME_S)
         if not peer.is_started:
             return
+        if peer.via is not None and peer.via.is_lost:
+            # A relay that is stopped, and not dead, keeps the others waiting.
+            self._forget_sent(peer)
+            peer.next_number, peer.via = peer.acked, None
         while peer.next_number < self._published:
             if peer.via is not None and peer.next_number >= peer.via_from:
                 peer.next_number = self._published
@@ -1045,11 +1056,15 @@ class Relayed(Protocol):
         """The session of the reader that relays."""
 
     @property
+    def is_ahead(self) -> bool:
+        """Whether its next message is a later one, and those before come from the writer."""
+
+    @property
     def lag(self) -> int:
         """How many messages are in the ring and not released."""
 
     def take(self, number: int) -> Arrived | None:
-        """The message with this number, or None if it has not come; what is before it is over."""
+        """The message with this number, or None if it is not there; what is before it is over."""
 
     def release(self) -> None:
         """Give back the message that was taken."""
@@ -1135,8 +1150,9 @@ class RemoteRing:
     def wait(self, spin_ns: int, sleep_ns: int) -> None:
         """Sleep until something changes; returns early for a signal."""
         start = time.monotonic()
-        if self.relayed is not None:
-            self.relayed.wait(spin_ns + sleep_ns)
+        relayed = self.relayed
+        if relayed is not None and not (relayed.is_ahead or self.arrived):
+            relayed.wait(spin_ns + sleep_ns)
         else:
             self.event.clear()
             if not (self.arrived or self.is_struck or self.is_closing or self._is_stopped):
@@ -1160,7 +1176,8 @@ class RemoteRing:
     def lag(self) -> int:
         """How many messages have arrived and are not released."""
         relayed = self.relayed
-        return self.n_reached - self.next_sequence + (relayed.lag if relayed is not None else 0)
+        in_ring = 0 if relayed is None or relayed.is_ahead else relayed.lag
+        return self.n_reached - self.next_sequence + in_ring
 
     @property
     def is_closing(self) -> bool:
@@ -1208,7 +1225,7 @@ class RemoteReader(_Link):
             raise ValueError(f"endpoint = {endpoint!r} is not allowed: {error}") from error
         self.writer_pid: str | None = None
         self.start: int | None = None
-        self._session = secrets.randbits(64)
+        self.session = secrets.randbits(64)  # what names this attachment
         self._failure: tuple[type[ShmcastError], str] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes]
@@ -1219,8 +1236,9 @@ class RemoteReader(_Link):
         self._cut_at: float | None = time.monotonic()
         self._was_heard = False  # the writer, over any connection
         self._has_ended = False  # the present connection
-        self._n_vain_cuts = 0  # how many ended one after the other over which nothing arrived
-        self._arrived_before = 0
+        self._n_published = 0  # by the writer when the present connection began
+        # How many ended one after the other over which a message was due, and none arrived.
+        self._n_vain_cuts = self._arrived_before = 0
         self._leave_by = math.inf  # when to stop waiting for the answer to LEAVE over it
         self._acked = 0  # over it
         self._ack_at = math.inf
@@ -1291,9 +1309,9 @@ class RemoteReader(_Link):
         """There are none."""
 
     @property
-    def session(self) -> int:
-        """What names this attachment."""
-        return self._session
+    def is_relay(self) -> bool:
+        """Whether what is received is passed on."""
+        return self._relay is not None or self._new_relay is not None
 
     def pass_on_to(self, relay: Relay) -> None:
         """Put what is received from now on into this host's ring too, which is closed here."""
@@ -1366,10 +1384,10 @@ class RemoteReader(_Link):
             self._say(_DONE)
 
     def _tend_relay(self, now: float, ready: dict[Any, int]) -> None:
-        new_relay, self._new_relay = self._new_relay, None
-        if new_relay is not None:
-            self._relay, self._tend_at = new_relay, now
-            self._loop.poller.register(new_relay.descriptor, zmq.POLLIN)
+        if self._new_relay is not None:
+            self._relay, self._new_relay = self._new_relay, None
+            self._loop.poller.register(self._relay.descriptor, zmq.POLLIN)
+            self._tend_at = now
         relay = self._relay
         if relay is None:
             return
@@ -1498,7 +1516,7 @@ class RemoteReader(_Link):
 
     def _say(self, kind: int, number: int = 0, text: bytes = b"") -> None:
         assert self._socket is not None
-        head = _HEADER.pack(_MAGIC, kind, self._rank, self._session, number, len(text))
+        head = _HEADER.pack(_MAGIC, kind, self._rank, self.session, number, len(text))
         try:
             self._socket.send(head + text, zmq.NOBLOCK)
         except zmq.Again:  # the connection has ended, and there is no other one
@@ -1520,14 +1538,16 @@ class RemoteReader(_Link):
         self._disconnect()
         was_heard = self._cut_at is None
         self._cut_at = now if self._cut_at is None else self._cut_at
-        if self.ring.n_arrived > self._arrived_before:
-            self._n_vain_cuts, self._arrived_before = 0, self.ring.n_arrived
-        self._n_vain_cuts += was_heard
+        ring = self.ring
+        if ring.n_arrived > self._arrived_before:
+            self._n_vain_cuts, self._arrived_before = 0, ring.n_arrived
+        if was_heard and ring.relayed is None and ring.n_reached < self._n_published:
+            self._n_vain_cuts += 1
         self._connect_at = now if was_heard and self._n_vain_cuts < 2 else now + _RETRY_S
         if self._n_vain_cuts == _MOST_VAIN_CUTS:
             self._fail(
                 ShmcastError,
-                f"rank {self._rank} can't receive message {self.ring.n_arrived}: each time the "
+                f"rank {self._rank} can't receive message {ring.n_arrived}: each time the "
                 f"connection ends; this process may be short of memory (RLIMIT_AS, RLIMIT_DATA)",
             )
         self.ring.notify()
@@ -1551,7 +1571,7 @@ class RemoteReader(_Link):
 
     def _take(self, frames: list[zmq.Frame]) -> None:
         header = _unpack(frames)
-        if header.session not in (self._session, 0):
+        if header.session not in (self.session, 0):
             raise ProtocolError("a frame is for another session")
         if self._failure is not None:
             return
@@ -1565,11 +1585,12 @@ class RemoteReader(_Link):
         if kind == _BEAT:
             self._say(_BEAT)
         elif kind == _ADMISSION:
+            numbers, who = body[: _ADMITTED.size], body[_ADMITTED.size :]
+            if len(numbers) < _ADMITTED.size:
+                raise ProtocolError("an admission came without the sizes of the ring")
+            *sizes, self._n_published = _ADMITTED.unpack(numbers)
             if self.start is None:
-                sizes, who = body[: _SIZES.size], body[_SIZES.size :]
-                if len(sizes) < _SIZES.size:
-                    raise ProtocolError("an admission came without the sizes of the ring")
-                self.sizes = RingSizes(*_SIZES.unpack(sizes))
+                self.sizes = RingSizes(*sizes)
                 self._ack_every = max(1, self.sizes.n_chunks // 2)
                 self.writer_pid = who.decode("utf-8", "replace")
                 ring.n_arrived = ring.next_sequence = self._acked = header.number
@@ -1596,7 +1617,7 @@ class RemoteReader(_Link):
             return
         if number - ring.next_sequence >= sizes.n_chunks:
             raise ProtocolError(f"message {number} came outside the window of {sizes.n_chunks}")
-        if number > ring.n_arrived:
+        if number > ring.n_reached:
             raise ProtocolError(f"message {number} came instead of {ring.n_arrived}")
         stream: Any
         if len(frames) == 1:

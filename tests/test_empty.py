@@ -1400,9 +1400,11 @@ def interrupted_at(number: int) -> Iterator[list[str]]:
                 raise Interrupted
         return trace
 
-    with tracing(trace):
-        yield where
-    last.clear()
+    try:
+        with tracing(trace):
+            yield where
+    finally:
+        last.clear()
 
 
 def room(queue: MessageQueue) -> int:

@@ -33,11 +33,13 @@ from shmcast import (
     QueueFull,
     ReaderLost,
     WriterLost,
+    remote,
 )
 from shmcast import (
     queue as queue_module,
 )
-from shmcast.queue import _Relay, _relay_handle
+from shmcast.queue import _Relay, _relay_handle, _Relayed
+from shmcast.remote import RingSizes
 
 MIB = 1 << 20
 
@@ -56,7 +58,14 @@ def relays_to(queue: MessageQueue) -> dict[int, int]:
 
 
 def is_relay(reader: MessageReader) -> bool:
-    return reader._remote is not None and reader._remote._relay is not None
+    return reader._remote is not None and reader._remote.is_relay
+
+
+def is_joined(reader: MessageReader) -> bool:
+    """Whether it takes from a relay."""
+    with contextlib.suppress(QueueEmpty):
+        reader.dequeue(0)  # it looks for one when it waits
+    return reader._remote is not None and reader._remote.ring.relayed is not None
 
 
 @pytest.fixture
@@ -281,9 +290,12 @@ def test_the_writer_is_killed(start_child: StartChild) -> None:
     with MessageReader(handle, 0) as relay, MessageReader(handle, 1) as reader:
         for one in (relay, reader):
             one.wait_until_ready(PATIENCE_S)
-        assert "written" == writer.receive()
+        assert is_relay(relay)
+        wait_for(lambda: is_joined(reader), "it does not find the relay")
+        writer.pipe.send("write")
         assert_is(0, reader.dequeue(PATIENCE_S))
-        wait_for(lambda: reader._ring.lag + reader._ring.next_sequence == 3, "not all came")
+        # It passes a message on before it takes it itself.
+        wait_for(lambda: relay.stats().lag == 3, "not all came")
         os.kill(writer.pid, signal.SIGKILL)
         for number in (1, 2):
             assert_is(number, reader.dequeue(PATIENCE_S))
@@ -296,9 +308,9 @@ def write_and_stop(pipe: Connection) -> None:
     with new_queue(2) as queue:
         pipe.send(queue.export_handle())
         queue.wait_until_ready(PATIENCE_S)
+        pipe.recv()
         for number in range(3):
             queue.enqueue(message_of(number))
-        pipe.send("written")
         signal.pause()
 
 
@@ -336,6 +348,59 @@ def test_who_is_evicted_resumes(host: Host) -> None:
         assert_is(number, reader.dequeue(PATIENCE_S))
     for number in range(5):
         assert_is(number, relay.dequeue(PATIENCE_S))
+
+
+def test_a_ring_that_is_ahead() -> None:
+    """What is in the ring waits until what comes before it has come from the writer."""
+    with new_queue(2) as queue:
+        handle = _relay_handle(queue.export_handle())
+        sizes = RingSizes(n_chunks=4, chunk_bytes=4096, arena_bytes=0)
+        with contextlib.closing(_Relay(handle, sizes, 7)) as ring:
+            ring.pass_on(3, b"nobody is there", [])
+            with MessageReader(handle, 1) as reader:
+                while not reader._step():
+                    ring.tend()
+                relayed = _Relayed(reader)
+                assert 7 == relayed.session
+                for number in (5, 6):
+                    ring.pass_on(number, f"stream {number}".encode(), [])
+                for number, content in ((4, None), (5, b"stream 5"), (6, b"stream 6"), (7, None)):
+                    taken = relayed.take(number)
+                    assert content == (taken and taken.content)
+                    assert (number == 4) == relayed.is_ahead
+                assert not relayed.is_over()
+                assert 0 == relayed.lag
+            ring.pass_on(7, b"nobody is there", [])
+
+
+def test_a_stopped_relay_that_is_lost(
+    start_child: StartChild,
+    behind_proxy: BehindProxy,  # noqa: F811  # the fixture
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """When the writer gives up a relay that is stopped, the others get their messages again."""
+    monkeypatch.setattr(remote, "RESUME_S", 1.0)
+    with new_queue(2) as queue:
+        handle, proxy = behind_proxy(queue.export_handle())
+        relay = start_child(receive, handle, 0)
+        wait_for(lambda: not is_missing(queue, 0), "it does not attach")
+        with MessageReader(queue.export_handle(), 1) as reader:
+            reader.wait_until_ready(PATIENCE_S)
+            wait_for(lambda: is_joined(reader), "it does not find the relay")
+            wait_for(lambda: {1: 0} == relays_to(queue), "it is not relayed to")
+            os.kill(relay.pid, signal.SIGSTOP)
+            proxy.cut()
+            lost: list[int] = []
+            number = 0
+            while not lost or number < 10:
+                try:
+                    queue.enqueue(message_of(number), PATIENCE_S)
+                except ReaderLost as error:
+                    lost += error.ranks
+                    continue
+                assert_is(number, reader.dequeue(PATIENCE_S))
+                number += 1
+            assert [0] == lost
 
 
 # --- waits ----------------------------------------------------------------------------------------

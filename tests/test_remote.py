@@ -157,9 +157,10 @@ class Proxy:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 
-    def cut(self) -> int:
-        """Cut every connection; how many there were."""
-        pairs, self._pairs = self._pairs, []
+    def cut(self, choice: random.Random | None = None) -> int:
+        """Cut every connection, or each with a chance of a half; how many there were."""
+        pairs = [pair for pair in self._pairs if choice is None or choice.random() < 0.5]
+        self._pairs = [pair for pair in self._pairs if pair not in pairs]
         for pair in pairs:
             for end in pair:
                 with contextlib.suppress(OSError):
@@ -266,7 +267,7 @@ def cut_now_and_then(seed: int, proxies: list[Proxy], is_over: threading.Event) 
         for pause_s in pauses_s:
             if is_over.wait(pause_s):
                 return
-            choice.choice(proxies).cut()
+            choice.choice(proxies).cut(choice)
 
 
 def hold_contract_over_cuts(
@@ -783,7 +784,7 @@ def reader_of_numbers(*numbers: int, window: int) -> Iterator[MessageReader]:
             assert bare.poll(PATIENCE_S * 1e3)
             identity, hello = bare.recv_multipart()
             session = remote._unpack([hello]).session
-            sizes = remote._SIZES.pack(window, 4096, 0)
+            sizes = remote._ADMITTED.pack(window, 4096, 0, 0)
             bare.send_multipart([identity, frame(remote._ADMISSION, session, 0, sizes)])
             for number in numbers:
                 message = frame(remote._MESSAGE, session, number, pickle.dumps(number))
@@ -1404,6 +1405,24 @@ def test_numpy_is_refused(kind: str) -> None:
     stream = pickle.dumps(hostile_arrays()[kind], protocol=5)
     with pytest.raises(ProtocolError, match="numpy"):
         checked_loads(())(stream)
+
+
+def test_cuts_of_an_idle_reader(behind_proxy: BehindProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often the connection of a reader ends that waits for nothing, it comes back."""
+    monkeypatch.setattr(remote, "_MOST_VAIN_CUTS", 3)
+    with new_queue(security="none") as queue:
+        handle, proxy = behind_proxy(queue.export_handle())
+        with MessageReader(handle, 0) as reader:
+            reader.wait_until_ready(PATIENCE_S)
+            link = reader._remote
+            assert link is not None
+            for number in range(2):
+                queue.enqueue(number)
+                assert number == reader.dequeue(PATIENCE_S)
+                for _ in range(5):
+                    wait_for(lambda: link._cut_at is None and proxy.cut(), "it is not connected")
+            queue.enqueue("last")
+            assert "last" == reader.dequeue(PATIENCE_S)
 
 
 def receive_in_little_memory(pipe: Connection, handle: Handle) -> None:
