@@ -987,7 +987,7 @@ class _Relay(MessageQueue):
     The ring through which a remote reader passes on what it receives to the others of its host.
 
     It never waits: who is too slow for it is evicted, and gets its messages from the writer then.
-    After it was made, only the I/O thread of that reader uses it.
+    The I/O thread of that reader uses it, as a `remote.Relay`.
 
     Args:
         handle: of this ring.
@@ -1021,16 +1021,13 @@ class _Relay(MessageQueue):
 
     @property
     def descriptor(self) -> int:
-        """What is readable when there is something to tend."""
         return self._control.descriptor
 
     def tend(self) -> None:
-        """Answer the readers of this host, and see who has left or died; never waits."""
         with self._lock:
             self._look("evict")
 
     def pass_on(self, number: int, stream: Any, buffers: list[Any]) -> None:
-        """Put the writer's message with this number into the ring; never waits."""
         with self._lock:
             for rank, lag in enumerate(self._ring.lags()):
                 if lag >= self._config.n_chunks:
@@ -1470,7 +1467,7 @@ class MessageReader(_QueueEnd):
 
 
 class _Relayed:
-    """What the relay of this host passes on to one of its other readers."""
+    """What the relay of this host passes on to one of its other readers: a `remote.Relayed`."""
 
     def __init__(self, reader: MessageReader) -> None:
         from shmcast.remote import Arrived
@@ -1485,11 +1482,9 @@ class _Relayed:
 
     @property
     def lag(self) -> int:
-        """How many messages are in the ring and not released."""
         return self._ring.lag
 
     def take(self, number: int) -> Arrived | None:
-        """The message with this number, or None if it is not there; what is before it is over."""
         while not self._is_broken:
             if self._head is None:
                 self._head = self._next()
@@ -1517,21 +1512,17 @@ class _Relayed:
         return self._arrived(number, stream[_NUMBER_BYTES:], buffers)
 
     def release(self) -> None:
-        """Give back the message that was taken."""
         self._head = None
         self._ring.release()
 
     def wait(self, sleep_ns: int) -> None:
-        """Wait for the next one."""
         spin_ns = min(self._reader._spin_ns, sleep_ns)
         self._ring.wait(spin_ns, sleep_ns - spin_ns)
 
     def nudge(self) -> None:
-        """End the present wait or else the next one, from any thread."""
         self._ring.nudge()
 
     def is_over(self) -> bool:
-        """Whether nothing more will come from there."""
         self._control.collect_files()
         try:
             has_ended = self._ring.is_closing or self._control.is_writer_dead()
@@ -1540,7 +1531,6 @@ class _Relayed:
         return self._is_broken or self._ring.is_struck or (has_ended and not self._ring.lag)
 
     def close(self) -> None:
-        """Leave the ring."""
         self._reader.close()
 
 

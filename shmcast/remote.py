@@ -1633,4 +1633,4 @@ class RemoteReader(_Link):
             self._use_relay(lambda: relay.pass_on(number, stream, buffers))
         ring.arrived.append(Arrived.of(number, stream, buffers))
         ring.n_arrived = number + 1
-        self.ring.notify()
+        ring.notify()
