@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from types import FrameType
@@ -73,6 +74,13 @@ class StartChild(Protocol):
     def __call__(
         self, function: Callable[..., None], *arguments: Any, method: str = "spawn"
     ) -> Child: ...
+
+
+def wait_for_remote_ends() -> None:
+    """Wait until those of earlier tests are over, and their descriptors closed."""
+    for thread in threading.enumerate():
+        if thread.name == "shmcast-remote":
+            thread.join(PATIENCE_S)
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
-from conftest import PATIENCE_S, MakeQueue, StartChild
+from conftest import PATIENCE_S, MakeQueue, StartChild, wait_for_remote_ends
 
 import shmcast
 import shmcast.queue
@@ -1141,6 +1141,7 @@ def test_close_in_the_middle_of_another_end(start_child: StartChild, how: str) -
 
 def count_descriptors() -> int:
     """How many descriptors this process has open."""
+    wait_for_remote_ends()
     return len(list(Path("/proc/self/fd").iterdir()))
 
 

@@ -130,4 +130,5 @@ def test_the_two_commands() -> None:
         'pip install -c constraints.txt -e ".[test]" && pytest',
     ] == commands
     checks = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    assert 'pip install -q -c constraints.txt -e ".[test]"\npytest\n' in checks
+    assert 'pip install -q -c constraints.txt -e ".[test]"\n' in checks
+    assert "\npytest\n" in checks

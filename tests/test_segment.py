@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import MakeQueue, StartChild
+from conftest import MakeQueue, StartChild, wait_for_remote_ends
 
 from shmcast import ConfigError, MessageQueue, MessageTooLarge, ProtocolError, QueueConfig, segment
 from shmcast.layout import Layout
@@ -53,6 +53,7 @@ def quick_collections() -> Iterator[None]:
 
 def open_descriptors() -> set[str]:
     """The descriptors of this process and where they lead."""
+    wait_for_remote_ends()
     gc.collect()  # a mapping has a descriptor of its own, and an error of an earlier test a mapping
     found = set()
     for link in Path("/proc/self/fd").iterdir():
