@@ -123,6 +123,19 @@ def touch(handle: str, rank: int, settings: dict[str, Any]) -> None:
         writer.enqueue(checksum)
 
 
+def say_size(handle: str, rank: int, settings: dict[str, Any]) -> None:
+    """Answer a tensor with its size, when a byte of each page was read and it was dropped."""
+    import torch
+
+    torch.set_num_threads(1)
+    reader, writer = _ends(handle, rank, settings)
+    for tensor in reader:
+        size_bytes = tensor.nbytes
+        int(tensor.view(-1).view(torch.uint8)[:: mmap.PAGESIZE].sum())
+        del tensor
+        writer.enqueue(size_bytes)
+
+
 def checksum_of(tensors: Iterable[Any]) -> int:
     """A checksum of what contiguous tensors hold, one after another."""
     import torch
@@ -184,5 +197,6 @@ def raw_zmq(forth: str, back: str, keys: list[str]) -> None:
 if __name__ == "__main__":
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a bare futex does not notice a dead parent
     arguments = json.loads(sys.stdin.readline())
-    roles = {role.__name__: role for role in (echo, touch, answer_late, answer_late_bare, raw_zmq)}
+    functions = (echo, touch, say_size, answer_late, answer_late_bare, raw_zmq)
+    roles = {role.__name__: role for role in functions}
     roles[arguments.pop("role")](**arguments)

@@ -71,16 +71,16 @@ def settings(security: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def touched(connect: Connect, security: str) -> Connected:
-    return connect("touch", settings=settings(security))
+def sized(connect: Connect, security: str) -> Connected:
+    return connect("say_size", settings=settings(security))
 
 
 @pytest.mark.parametrize("size_mib", [16, 60])
 def test_throughput(
-    touched: Connected, raw: Raw, side_by_side: SideBySide, security: str, size_mib: int
+    sized: Connected, raw: Raw, side_by_side: SideBySide, security: str, size_mib: int
 ) -> None:
     """A window of tensors goes out; each is touched page by page and answered."""
-    queue, (reader,) = touched.queue, touched.readers
+    queue, (reader,) = sized.queue, sized.readers
     tensor = torch.ones(size_mib * MIB, dtype=torch.uint8)
     bare = memoryview(tensor.numpy())
 
