@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 import torch
 import zmq
-from conftest import PATIENCE_S, StartChild
+from conftest import PATIENCE_S, StartChild, wait_for_remote_ends
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_contract import (
@@ -1588,6 +1588,8 @@ def interrupt_after() -> Iterator[Callable[[Callable[[], object], float], bool]]
     yield run_it
     signal.signal(signal.SIGALRM, previous)
     gc.collect()  # here, where the warnings about what was cut off are expected
+    wait_for_remote_ends()  # they close their own files
+    gc.collect()
     for descriptor in memory_files() - before:  # other tests look for them
         os.close(descriptor)
 
