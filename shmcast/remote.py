@@ -1339,7 +1339,7 @@ class RemoteReader(_Link):
         self._tend_relay(now, ready)
         if self._socket is None:
             if self.is_closing and not self._has_to_leave:
-                self.is_done = True
+                self._end()
             elif self._failure is None and not self.ring.is_closing:
                 if now >= self._connect_at:
                     self._try_connect(now)
@@ -1359,7 +1359,7 @@ class RemoteReader(_Link):
         self._acknowledge(now)
         if self.is_closing and self._has_left(now):
             self._disconnect(linger_ms=1000)
-            self.is_done = True
+            self._end()
         elif self._failure is not None:
             self._disconnect()
         elif self._has_ended or (self._cut_at is not None and now >= self._give_up_at):
@@ -1410,6 +1410,8 @@ class RemoteReader(_Link):
         if relay is not None:
             self._loop.poller.unregister(relay.descriptor)
             relay.close()
+        if self._new_relay is not None:  # not looked at yet
+            self._new_relay.close()
 
     @property
     def _pause_s(self) -> float:
@@ -1468,9 +1470,12 @@ class RemoteReader(_Link):
         """Close at once."""
         if error is not None:
             self._fail(ShmcastError, error)
-        self._drop_relay()
         if self._socket is not None:
             self._disconnect(linger_ms)
+        self._end()
+
+    def _end(self) -> None:
+        self._drop_relay()  # `close` may have come since it was looked at
         self.is_done = True
 
     def owns(self, found: net.socket) -> bool:

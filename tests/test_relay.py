@@ -401,6 +401,29 @@ def test_a_stopped_relay_that_is_lost(
             assert [0] == lost
 
 
+def test_a_relay_that_closes_just_after_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever its reader closes, the relay's ring is closed too, or others would wait for it."""
+    tend = remote.RemoteReader._tend_relay
+
+    def tend_and_close(self: remote.RemoteReader, *arguments: Any) -> None:
+        tend(self, *arguments)
+        if self.ring.is_closing:
+            reader.close()
+
+    with new_queue(1, security="none") as queue:
+        reader = MessageReader(queue.export_handle(), 0)
+        reader.wait_until_ready(PATIENCE_S)
+        link = reader._remote
+        assert link is not None
+        wait_for(lambda: link._relay is not None, "it does not become the relay")
+        ring = link._relay
+        assert isinstance(ring, _Relay)
+        monkeypatch.setattr(remote.RemoteReader, "_tend_relay", tend_and_close)
+        queue.close()
+        wait_for(lambda: link.is_done, "it does not end")
+        assert ring.closed
+
+
 # --- waits ----------------------------------------------------------------------------------------
 
 
