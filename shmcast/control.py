@@ -534,12 +534,12 @@ class WriterControl:
                 self._is_starved = error.errno != errno.ECONNABORTED
                 if self._is_starved:  # what can't be accepted now would end each poll
                     self._epoll.unregister(self._listener)
-                if self._is_starved and not was_starved:
-                    _log.warning(
-                        "writer @%s can't accept a reader: %s (RLIMIT_NOFILE)",
-                        self.address,
-                        error.strerror,
-                    )
+                    if not was_starved:
+                        _log.warning(
+                            "writer @%s can't accept a reader: %s (RLIMIT_NOFILE)",
+                            self.address,
+                            error.strerror,
+                        )
                 return
             accepted.setblocking(False)
             pid, uid = peer_of(accepted)

@@ -1254,8 +1254,9 @@ class MessageReader(_QueueEnd):
             if slice_s and wait.elapsed_s < _FIRST_PROBE_S:
                 continue
             self._control.collect_files()
-            self._leave_relay_that_is_over()
-            self._find_relay(deadline)
+            if self._remote is not None:
+                self._leave_relay_that_is_over(self._remote)
+                self._find_relay(self._remote, deadline)
             # Dead first, then the counter once more: what it published last is not lost.
             is_dead = self._control.is_writer_dead()
             if ring.lag or ring.is_closing:
@@ -1303,14 +1304,16 @@ class MessageReader(_QueueEnd):
 
     def _attach(self, deadline: float) -> None:
         """Go through the handshake, if that is not done; raises QueueNotReady if time is up."""
-        if self._step():
-            self._find_relay(deadline)
-            return
+        if not self._step():
+            self._wait_for_admission(deadline)
+        if self._remote is not None:
+            self._find_relay(self._remote, deadline)
+
+    def _wait_for_admission(self, deadline: float) -> None:
         wait = _Wait(deadline, QueueConfig().warn_after_s)
         while True:
             _ends.take_steps_of_others(self)
             if self._step():
-                self._find_relay(deadline)
                 return
             self._check_open()
             slice_s = wait.slice_s()
@@ -1374,23 +1377,17 @@ class MessageReader(_QueueEnd):
         self._take = self._ring.try_take
         return True
 
-    def _leave_relay_that_is_over(self) -> None:
-        remote = self._remote
-        relayed = None if remote is None else remote.ring.relayed
-        if remote is not None and relayed is not None and relayed.is_over():
+    def _leave_relay_that_is_over(self, remote: RemoteReader) -> None:
+        relayed = remote.ring.relayed
+        if relayed is not None and relayed.is_over():
             self._join_at = 0.0
             remote.take_from(None)
             relayed.close()
 
-    def _find_relay(self, deadline: float) -> None:
+    def _find_relay(self, remote: RemoteReader, deadline: float) -> None:
         """Look for the relay of this host, or become it."""
-        remote, now = self._remote, time.monotonic()
-        if (
-            remote is None
-            or now < self._join_at
-            or remote.is_relay
-            or remote.ring.relayed is not None
-        ):
+        now = time.monotonic()
+        if now < self._join_at or remote.is_relay or remote.ring.relayed is not None:
             return
         self._join_at = now + _JOIN_PAUSE_S
         try:
