@@ -22,7 +22,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from conftest import PATIENCE_S, MakeQueue, tracing
+from conftest import PATIENCE_S, MakeQueue, tracing, wait_for_remote_ends
 
 import shmcast
 import shmcast.queue as queue_module
@@ -57,8 +57,8 @@ class Interrupt(BaseException):
     """What the handler raises: no ShmcastError and no Exception, like KeyboardInterrupt."""
 
 
-@pytest.fixture(autouse=True)
-def _alarm() -> Iterator[None]:
+@contextlib.contextmanager
+def alarm() -> Iterator[None]:
     """An alarm raises Interrupt, wherever the program is, but for one place."""
 
     def handler(_: int, frame: FrameType | None) -> None:
@@ -77,8 +77,16 @@ def _alarm() -> Iterator[None]:
     yield
     signal.signal(signal.SIGALRM, previous)
     gc.collect()  # here, where the warnings about what was cut off are expected
+    wait_for_remote_ends()  # they close their own files
+    gc.collect()
     for descriptor in memory_files() - before:  # other tests look for them
         os.close(descriptor)
+
+
+@pytest.fixture(autouse=True)
+def _alarm() -> Iterator[None]:
+    with alarm():
+        yield
 
 
 def interrupted(call: Callable[[], object], delay_s: float) -> bool:

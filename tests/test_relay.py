@@ -21,14 +21,13 @@ import pytest
 import torch
 from conftest import PATIENCE_S, StartChild
 from test_interrupts import n_descriptors
-from test_remote import BIND, SECURITIES, BehindProxy, behind_proxy, wait_for  # noqa: F401
+from test_remote import SECURITIES, BehindProxy, behind_proxy, new_queue, wait_for  # noqa: F401
 
 from shmcast import (
     Handle,
     MessageQueue,
     MessageReader,
     QueueClosed,
-    QueueConfig,
     QueueEmpty,
     QueueFull,
     ReaderLost,
@@ -42,12 +41,6 @@ from shmcast.queue import _Relay, _relay_handle, _Relayed
 from shmcast.remote import RingSizes
 
 MIB = 1 << 20
-
-
-def new_queue(n_readers: int, **settings: Any) -> MessageQueue:
-    return MessageQueue(
-        QueueConfig(n_readers=n_readers, local_reader_ranks=(), bind=BIND, **settings)
-    )
 
 
 def relays_to(queue: MessageQueue) -> dict[int, int]:

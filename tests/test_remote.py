@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import mmap
 import os
 import pickle
@@ -26,7 +25,7 @@ import numpy as np
 import pytest
 import torch
 import zmq
-from conftest import PATIENCE_S, StartChild, wait_for_remote_ends
+from conftest import PATIENCE_S, StartChild
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_contract import (
@@ -38,7 +37,7 @@ from test_contract import (
     start_processes,  # noqa: F401  # a fixture
     start_threads,
 )
-from test_interrupts import memory_files
+from test_interrupts import Interrupt, alarm, interrupted
 
 from shmcast import (
     AuthenticationError,
@@ -1557,41 +1556,11 @@ cut_off_things_warn = pytest.mark.filterwarnings(
 )
 
 
-class Interrupt(BaseException):
-    """What the handler raises."""
-
-
 @pytest.fixture
 def interrupt_after() -> Iterator[Callable[[Callable[[], object], float], bool]]:
     """Run a call with an alarm that raises; whether that ended it."""
-    armed: list[bool] = []
-
-    def handler(*_: object) -> None:
-        if armed:  # another thread may have taken the signal, and let it come too late
-            raise Interrupt
-
-    def run_it(call: Callable[[], object], delay_s: float) -> bool:
-        try:
-            armed.append(True)
-            try:
-                signal.setitimer(signal.ITIMER_REAL, delay_s)
-                call()
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            finally:
-                armed.clear()
-        except Interrupt:
-            return True
-        return False
-
-    previous = signal.signal(signal.SIGALRM, handler)
-    before = memory_files()
-    yield run_it
-    signal.signal(signal.SIGALRM, previous)
-    gc.collect()  # here, where the warnings about what was cut off are expected
-    wait_for_remote_ends()  # they close their own files
-    gc.collect()
-    for descriptor in memory_files() - before:  # other tests look for them
-        os.close(descriptor)
+    with alarm():
+        yield interrupted
 
 
 InterruptAfter = Callable[[Callable[[], object], float], bool]
