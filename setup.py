@@ -1,11 +1,11 @@
 """
-The one extension of shmcast; everything else stands in pyproject.toml.
+The extensions of shmcast; everything else stands in pyproject.toml.
 
 Switches for its developers, by environment variable:
 
 * ``BUILD_SANITIZE=thread`` (or ``address,undefined``): build with these sanitizers.
 * ``BUILD_TRACE=1``: with Cython's line tracing, for coverage and profilers.
-* ``BUILD_ANNOTATE=1``: write ``shmcast/_ring.html``, which shows where Python is called.
+* ``BUILD_ANNOTATE=1``: write ``shmcast/*.html``, which show where Python is called.
 """
 
 import os
@@ -23,19 +23,23 @@ if sanitizers:
     compile_args += [f"-fsanitize={sanitizers}", "-fno-builtin", "-fno-omit-frame-pointer", "-g"]
     link_args += [f"-fsanitize={sanitizers}"]
 
+
+def extension(name: str, *headers: str) -> Extension:
+    """One compiled module of the package."""
+    return Extension(
+        f"shmcast.{name}",
+        [f"shmcast/{name}.pyx"],
+        depends=[f"shmcast/{header}" for header in headers],
+        include_dirs=["shmcast"],
+        define_macros=[("CYTHON_TRACE_NOGIL", "1")] if trace else [],
+        extra_compile_args=compile_args,
+        extra_link_args=link_args,
+    )
+
+
 setup(
     ext_modules=cythonize(
-        [
-            Extension(
-                "shmcast._ring",
-                ["shmcast/_ring.pyx"],
-                depends=["shmcast/_atomic.h", "shmcast/_atomic.pxd"],
-                include_dirs=["shmcast"],
-                define_macros=[("CYTHON_TRACE_NOGIL", "1")] if trace else [],
-                extra_compile_args=compile_args,
-                extra_link_args=link_args,
-            )
-        ],
+        [extension("_system"), extension("_ring", "_atomic.h", "_atomic.pxd")],
         compiler_directives={"linetrace": True} if trace else {},
         annotate=os.environ.get("BUILD_ANNOTATE") == "1",
         show_all_warnings=True,

@@ -630,6 +630,7 @@ def new_bytearray(Py_ssize_t n_bytes):
 cdef enum:
     MOST_DIMENSIONS = 64
     FOREVER_S = 1000000000         # a later deadline is none
+    LONGEST_STEP_US = 100000
 
 
 cdef inline void copy_items(char *destination, const char *source, int64_t count,
@@ -730,11 +731,14 @@ cdef class EndLock:
     One thread at a time in an end, and its last one out closes it.
 
     `with lock:` takes a turn, `with lock.until(deadline_s, error):` waits for it no longer than
-    that. It is compiled, since a signal between the turn and the next Python instruction would
-    leave a lock behind that nobody gives back.
+    that. `with lock.step(error):` takes one for what the end owes to others, at once or not at all;
+    such a turn never waits, so that callers wait for its end whatever their deadline. It is
+    compiled, since a signal between the turn and the next Python instruction would leave a lock
+    behind that nobody gives back.
 
     Args:
         role: what errors call the end, such as "writer".
+        on_free: called after a turn in which a step was wanted.
 
     Raises:
         ShmcastError: on entry, by a call from inside the end's own pickling, loading or waiting,
@@ -747,14 +751,20 @@ cdef class EndLock:
     cdef unsigned long fork_count_at_start
     cdef uint64_t closing
     cdef bint is_finished
-    cdef object role, finish
+    cdef bint is_step                       # whether the present turn is one
+    cdef bint is_step_wanted
+    cdef uint32_t n_turns                   # that have ended; waited for by n_waiting threads
+    cdef int n_waiting
+    cdef list deferred                      # calls to be made after the turn, or None
+    cdef object role, on_free, finish
     cdef readonly int pid
 
-    def __cinit__(self, str role not None):
+    def __cinit__(self, str role not None, on_free not None):
         self.lock = PyThread_allocate_lock()
         if self.lock is NULL:
             raise MemoryError
         self.role = role
+        self.on_free = on_free
         self.pid = os.getpid()
         self.fork_count_at_start = fork_count
 
@@ -787,7 +797,11 @@ cdef class EndLock:
 
     def until(self, double deadline_s, error):
         """A turn that is waited for until this time of `time.monotonic`; then `error` is raised."""
-        return _Turn(self, deadline_s, error)
+        return _Turn(self, deadline_s, error, False)
+
+    def step(self, error):
+        """A turn for a step, if the end is not in use; else `error` is raised."""
+        return _Turn(self, 0.0, error, True)
 
     cdef int _enter(self, double deadline_s, error) except -1:
         cdef int64_t left_us
@@ -804,15 +818,27 @@ cdef class EndLock:
             status = PY_LOCK_FAILURE
             while status != PY_LOCK_ACQUIRED:
                 left_us = -1
-                if 0 <= deadline_s < FOREVER_S:
+                if not self.is_step and 0 <= deadline_s < FOREVER_S:
                     left_us = max(0, <int64_t>(deadline_s * 1e6) - monotonic_ns() // 1000)
                 with nogil:
                     status = PyThread_acquire_lock_timed(self.lock, left_us, 1)
                 if status == PY_LOCK_INTR:
                     PyErr_CheckSignals()
-                elif status == PY_LOCK_FAILURE and left_us == 0:
+                elif status == PY_LOCK_FAILURE and left_us == 0 and not self.is_step:
                     raise error(f"another thread did not end its call on this {self.role} in time")
+        return self._enter_as(False)
+
+    cdef int _enter_step(self, error) except -1:
+        self._check_not_forked()
+        self._check_open()
+        if not PyThread_acquire_lock(self.lock, NOWAIT_LOCK):
+            self.is_step_wanted = True  # the GIL is held from the try to here
+            raise error(f"this {self.role} is in use")
+        return self._enter_as(True)
+
+    cdef inline int _enter_as(self, bint is_step) except -1:
         self.owner = PyThread_get_thread_ident()
+        self.is_step = is_step
         if load_relaxed(&self.closing):
             self._leave()
             self._check_open()
@@ -828,13 +854,57 @@ cdef class EndLock:
 
     cdef int _leave(self) except -1:
         self.owner = 0
+        self.is_step = False
         PyThread_release_lock(self.lock)
         # `close` marks first and tries the lock then, we release first and look then: one of the
         # two closes the end.
         fence_full()
         if load_relaxed(&self.closing):
             self._try_finish()
+        self._announce()
+        if self.is_step_wanted:
+            self.is_step_wanted = False
+            self.on_free()
+        if self.deferred is not None:
+            self._call_deferred()
         return 0
+
+    cdef inline void _announce(self) noexcept:
+        word_bump(&self.n_turns)
+        if self.n_waiting:
+            wake_all(&self.n_turns)
+
+    cdef int _call_deferred(self) except -1:
+        deferred, self.deferred = self.deferred, None
+        for call in deferred:
+            call()
+        return 0
+
+    def defer(self, call not None):
+        """Make a call after the present turn, such as one that may wait for another thread."""
+        if self.deferred is None:
+            self.deferred = []
+        self.deferred.append(call)
+
+    @property
+    def turns(self):
+        """How many turns have ended."""
+        return self.n_turns
+
+    def wait_for_turn(self, uint32_t turns, double sleep_s):
+        """
+        Sleep until more turns have ended than these, or `close` was called.
+
+        Returns early for a signal, whose handler has run.
+        """
+        cdef int64_t sleep_ns = <int64_t>(sleep_s * 1e9)
+        self._check_not_forked()
+        self.n_waiting += 1
+        with nogil:
+            if not load_acquire(&self.closing):
+                sleep_on(&self.n_turns, turns, sleep_ns)
+        self.n_waiting -= 1
+        PyErr_CheckSignals()
 
     def close(self, finish not None):
         """
@@ -847,19 +917,31 @@ cdef class EndLock:
             self.finish = finish
         store_release(&self.closing, 1)
         fence_full()
+        if self.is_step and self.owner != PyThread_get_thread_ident():
+            self._wait_for_step()
         self._try_finish()
+        self._announce()
+
+    cdef void _wait_for_step(self) noexcept:
+        # So that what was open is closed when `close` returns. A step never waits, unless for what
+        # this thread itself holds: the garbage collector or a signal may close an end anywhere.
+        with nogil:
+            if PyThread_acquire_lock_timed(self.lock, LONGEST_STEP_US, 0) == PY_LOCK_ACQUIRED:
+                PyThread_release_lock(self.lock)
 
     cdef int _try_finish(self) except -1:
         if self.fork_count_at_start != fork_count or self.is_finished:
             return 0
         if not PyThread_acquire_lock(self.lock, NOWAIT_LOCK):
             return 0
+        self.owner, self.is_step = PyThread_get_thread_ident(), True
         try:
             if not self.is_finished:
                 self.finish()
                 self.is_finished = True
                 self.finish = None
         finally:
+            self.owner, self.is_step = 0, False
             PyThread_release_lock(self.lock)
         return 0
 
@@ -869,15 +951,20 @@ cdef class _Turn:
     cdef EndLock lock
     cdef double deadline_s
     cdef object error
+    cdef bint is_step
 
-    def __cinit__(self, EndLock lock, double deadline_s, error):
+    def __cinit__(self, EndLock lock, double deadline_s, error, bint is_step):
         self.lock = lock
         self.deadline_s = deadline_s
         self.error = error
+        self.is_step = is_step
 
     def __enter__(self):
         error = self.error
-        self.lock._enter(self.deadline_s, error)
+        if self.is_step:
+            self.lock._enter_step(error)
+        else:
+            self.lock._enter(self.deadline_s, error)
 
     def __exit__(self, kind, error, traceback):
         self.lock._leave()
@@ -892,7 +979,8 @@ cdef class _End:
     cdef char *data
     cdef char *control
     cdef unsigned long fork_count_at_start
-    cdef uint64_t is_stopped                 # an own mark, stored by `close` from any thread
+    cdef uint64_t is_stopped                 # own marks, stored from any thread: by `close`
+    cdef uint64_t is_nudged                  # and by `nudge`
     cdef uint32_t *readers_word
     cdef uint32_t *writer_word
     cdef uint64_t *published_word
@@ -969,8 +1057,12 @@ cdef class _End:
         self.waits += 1
         self.waited_ns += <uint64_t>(monotonic_ns() - start_ns)
 
-    cdef void _stop(self, uint32_t *own_word) noexcept nogil:
-        store_release(&self.is_stopped, 1)
+    cdef inline bint _is_told(self) noexcept nogil:
+        """Whether a wait is to end, by `stop` or `nudge`."""
+        return load_acquire(&self.is_stopped) or load_acquire(&self.is_nudged)
+
+    cdef void _mark(self, uint64_t *mark, uint32_t *own_word) noexcept nogil:
+        store_release(mark, 1)
         word_bump(own_word)
         wake_all(own_word)
 
@@ -1290,19 +1382,25 @@ cdef class RingWriter(_End):
         """
         Wait until a chunk is free: poll first, then sleep once, with the GIL released.
 
-        Returns early for a wake-up, a signal (whose handler has run) or `stop`.
+        Returns early for a wake-up, a signal (whose handler has run), `stop` or `nudge`; whether it
+        was nudged.
         """
         cdef int64_t start_ns = monotonic_ns()
+        cdef bint is_nudged
         self._check_not_forked()
         with nogil:
             if not self._poll_space(start_ns + spin_ns) and sleep_ns > 0:
                 self._sleep_for_space(sleep_ns)
+            is_nudged = load_acquire(&self.is_nudged)
+            store_relaxed(&self.is_nudged, 0)  # what it was for is looked at after this
+            fence_full()
         self._count_wait(start_ns)
         PyErr_CheckSignals()
+        return is_nudged
 
     cdef bint _poll_space(self, int64_t until_ns) noexcept nogil:
         cdef int _round
-        while monotonic_ns() < until_ns:
+        while monotonic_ns() < until_ns and not self._is_told():
             for _round in range(POLLS_PER_CLOCK):
                 if self._has_space():
                     return True
@@ -1316,7 +1414,7 @@ cdef class RingWriter(_End):
         # see its cursor.
         fence_full()
         seen = word_load_acquire(self.writer_word)
-        if not self._has_space() and not load_acquire(&self.is_stopped):
+        if not self._has_space() and not self._is_told():
             sleep_on(self.writer_word, seen, sleep_ns)
         store_relaxed(self.writer_sleeps, 0)
 
@@ -1352,6 +1450,8 @@ cdef class RingWriter(_End):
         if self.damaged_rank == rank:
             self.damaged_rank = -1
         self._refresh()
+        word_bump(self.readers_word)
+        wake_all(self.readers_word)  # it may be alive and asleep
 
     def new_epoch(self, int rank):
         """Begin the rank's next epoch; returns its number. Every earlier attachment is over."""
@@ -1386,7 +1486,13 @@ cdef class RingWriter(_End):
         """End this end's waits, from any thread."""
         self._check_not_forked()
         with nogil:
-            self._stop(self.writer_word)
+            self._mark(&self.is_stopped, self.writer_word)
+
+    def nudge(self):
+        """End the present wait or else the next one, from any thread."""
+        self._check_not_forked()
+        with nogil:
+            self._mark(&self.is_nudged, self.writer_word)
 
     def say_closing(self):
         """Tell the readers that nothing follows. Nothing may be published afterwards."""
@@ -1658,7 +1764,6 @@ cdef class RingReader(_End):
     cdef uint64_t *cursor_word
     cdef uint64_t *sleeps_word
     cdef uint64_t *left_word
-    cdef uint64_t is_nudged                  # an own mark, stored by `nudge` from any thread
     cdef uint64_t taken_bytes, taken_oob_buffers, taken_oob_bytes   # of the message not released
     cdef object taken                        # what was taken of it, if that holds leases
     cdef uint64_t *given_up                  # a word for each slot
@@ -1917,7 +2022,7 @@ cdef class RingReader(_End):
 
     cdef bint _poll(self, int64_t until_ns) noexcept nogil:
         cdef int _round
-        while monotonic_ns() < until_ns:
+        while monotonic_ns() < until_ns and not self._is_told():
             for _round in range(POLLS_PER_CLOCK):
                 if self._available():
                     return True
@@ -1934,8 +2039,7 @@ cdef class RingReader(_End):
         # we see its store.
         fence_full()
         seen = word_load_acquire(self.readers_word)
-        if (self._available() == 0 and not load_acquire(self.closing_word)
-                and not load_acquire(&self.is_stopped) and not load_acquire(&self.is_nudged)):
+        if self._available() == 0 and not load_acquire(self.closing_word) and not self._is_told():
             sleep_on(self.readers_word, seen, sleep_ns)
         store_relaxed(self.sleeps_word, 0)
 
@@ -1967,15 +2071,13 @@ cdef class RingReader(_End):
         """End this end's waits, from any thread."""
         self._check_not_forked()
         with nogil:
-            self._stop(self.readers_word)
+            self._mark(&self.is_stopped, self.readers_word)
 
     def nudge(self):
         """End the present wait or else the next one, from any thread."""
         self._check_not_forked()
         with nogil:
-            store_release(&self.is_nudged, 1)
-            word_bump(self.readers_word)
-            wake_all(self.readers_word)
+            self._mark(&self.is_nudged, self.readers_word)
 
     def leave(self):
         """Tell the writer not to wait for this attachment any more. Nothing may follow."""

@@ -12,7 +12,8 @@ two of them step through the handshake::
                                          ←   ADMISSION the first message's number
       start there                        ←   FILE nonce, with a descriptor: one per large message
 
-No thread serves the socket: an end takes its steps, none of which waits, whenever it waits anyway.
+An end takes its steps, none of which waits, in its own calls, and the door thread takes them while
+there is no call.
 
 Alive is who holds a POSIX record lock on a byte of the lock file. The kernel drops it when the
 process dies, however it dies, and does not hand it on to a forked child that still has the socket.
@@ -28,17 +29,18 @@ import errno
 import fcntl
 import hmac
 import logging
+import math
 import os
-import select
 import socket
 import struct
-import threading
 import time
+from _thread import RLock  # gevent replaces the one in `threading`
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Final, NoReturn, Self
 
 import attrs
 
+from shmcast._system import EVENT_READABLE, Poller, is_readable, pidfd_open, sleep
 from shmcast.errors import (
     AuthenticationError,
     ProtocolError,
@@ -99,7 +101,7 @@ class LockFile:
 
     _registry: ClassVar[dict[tuple[int, int], LockFile]] = {}
     # Reentrant: the garbage collector may close an end wherever it likes.
-    _registry_lock: ClassVar[threading.RLock] = threading.RLock()
+    _registry_lock: ClassVar[RLock] = RLock()
 
     def __init__(self, key: tuple[int, int]) -> None:
         self._key = key
@@ -179,7 +181,7 @@ class LockFile:
         The descriptors stay open: if the child attaches to the same queue, closing one of them
         would drop the child's own lock.
         """
-        cls._registry_lock = threading.RLock()
+        cls._registry_lock = RLock()
         for lock_file in cls._registry.values():
             lock_file._held.clear()
             lock_file._users += 1  # nobody's: the file stays until the child ends
@@ -190,11 +192,13 @@ os.register_at_fork(after_in_child=LockFile._after_fork_in_child)
 
 def _is_gone(pidfd: int | None) -> bool:
     """Whether the process has ended; also true where there is nothing to ask."""
-    if pidfd is None:
-        return True
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(0))
+    return pidfd is None or is_readable(pidfd)
+
+
+def _new_socket() -> socket.socket:
+    new = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    new.setblocking(False)  # not by a flag, which a gevent socket does not look at
+    return new
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
@@ -212,7 +216,7 @@ def _pidfd_of(connection: socket.socket, pid: int) -> int | None:
         return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError:  # Linux before 6.5; the peer's number cannot have been reused this early
         try:
-            return os.pidfd_open(pid)
+            return pidfd_open(pid)
         except OSError:
             return None
 
@@ -388,6 +392,7 @@ class Holder:
 
     Attributes:
         n_files_sent: how many of the kept files it has been sent.
+        is_mapped: whether it has said that it is mapped.
         is_admitted: whether the writer waits for it.
         start: the message that it starts with, once admitted.
         is_told: whether it knows that.
@@ -397,6 +402,7 @@ class Holder:
     epoch: int
     connection: _Connection
     n_files_sent: int = 0
+    is_mapped: bool = False
     is_admitted: bool = False
     start: int = 0
     is_told: bool = False
@@ -446,18 +452,16 @@ class WriterControl:
     _connections: dict[int, _Connection] = attrs.field(init=False, factory=dict)
     _is_starved: bool = attrs.field(init=False, default=False)
     _listener: socket.socket = attrs.field(init=False)
-    _epoll: select.epoll = attrs.field(init=False)
+    _poller: Poller = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._never_admitted = set(self.ranks)
-        self._listener = socket.socket(
-            socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-        )
+        self._listener = _new_socket()
         try:
             self._listener.bind("\0" + self.address)
             self._listener.listen(len(self.ranks) + _BACKLOG)
-            self._epoll = select.epoll()
-            self._epoll.register(self._listener, select.EPOLLIN)
+            self._poller = Poller()
+            self.watch(self._listener.fileno())
         except BaseException:
             self._listener.close()
             raise
@@ -472,18 +476,19 @@ class WriterControl:
         """The holders that the writer waits for."""
         return (holder for holder in list(self.holders.values()) if holder.is_admitted)
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait until something arrives on the socket."""
-        self._epoll.poll(timeout_s, 1)
-
     def watch(self, descriptor: int) -> None:
-        """Let `wait` end for this descriptor too."""
-        self._epoll.register(descriptor, select.EPOLLIN)
+        """Let `descriptor` be readable whenever this one is."""
+        self._poller.add(descriptor, EVENT_READABLE, descriptor)
 
     @property
     def descriptor(self) -> int:
-        """What is readable when there is something to serve."""
-        return self._epoll.fileno()
+        """What is readable when there is something to serve, or a reader's process has ended."""
+        return self._poller.descriptor
+
+    @property
+    def sees_every_death(self) -> bool:
+        """Whether `descriptor` becomes readable when any admitted reader's process ends."""
+        return all(holder.connection.pidfd is not None for holder in self.admitted())
 
     def keep_nothing(self) -> None:
         """Let every rank start with the next message, its first attachment too."""
@@ -491,35 +496,57 @@ class WriterControl:
             self.strike(rank)
         self._never_admitted.clear()
 
-    def serve(self) -> None:
-        """Answer everything that has arrived; never waits."""
+    def serve(self) -> float:
+        """
+        Answer everything that has arrived; never waits.
+
+        Returns when to do it again at the latest, as a time of `time.monotonic`.
+        """
         was_starved = self._is_starved
         if was_starved:
             with contextlib.suppress(FileExistsError):  # a signal came before the next line
-                self._epoll.register(self._listener, select.EPOLLIN)
+                self.watch(self._listener.fileno())
             self._is_starved = False
-        events = self._epoll.poll(0)
-        for descriptor, _ in events:
+        descriptors = self._poller.wait(0)
+        for descriptor in descriptors:
             connection = self._connections.get(descriptor)
             if connection is not None:
                 self._guarded(connection, self._take_frames)
-        if any(descriptor == self._listener.fileno() for descriptor, _ in events):
+        if self._listener.fileno() in descriptors:
             self._accept(was_starved)
         for connection in list(self._connections.values()):
             self._guarded(connection, self._take_up)
-        self._drop_silent()
+        silent_until = self._drop_silent()
+        return 0.0 if self._is_starved or self._has_to_wait() else silent_until
 
-    def _drop_silent(self) -> None:
-        """Close who has connected and says nothing, after a while or if they are many."""
+    def _has_to_wait(self) -> bool:
+        """Whether somebody waits for what nothing tells of, such as a lock or a full socket."""
+        return any(
+            connection.claimed_rank is not None
+            or ((holder := connection.holder) and holder.is_mapped and not holder.is_told)
+            for connection in self._connections.values()
+        )
+
+    def _drop_silent(self) -> float:
+        """
+        Close connections that say nothing, after a while or if they are many.
+
+        Returns when the next one is due.
+        """
         silent = [
             connection
             for connection in self._connections.values()
             if connection.claimed_rank is None and connection.holder is None
         ]
-        oldest_allowed = time.monotonic() - _SILENCE_S
+        now = time.monotonic()
+        due_at = math.inf
         for index, connection in enumerate(silent):
-            if connection.accepted_at < oldest_allowed or len(silent) - index > _BACKLOG:
+            until = connection.accepted_at + _SILENCE_S
+            if until <= now or len(silent) - index > _BACKLOG:
                 self._forget(connection)
+            else:
+                due_at = min(due_at, until)
+        return due_at
 
     def _accept(self, was_starved: bool) -> None:
         for _ in range(len(self.ranks) + _BACKLOG):
@@ -533,7 +560,7 @@ class WriterControl:
                     raise
                 self._is_starved = error.errno != errno.ECONNABORTED
                 if self._is_starved:  # what can't be accepted now would end each poll
-                    self._epoll.unregister(self._listener)
+                    self._poller.remove(self._listener.fileno())
                     if not was_starved:
                         _log.warning(
                             "writer @%s can't accept a reader: %s (RLIMIT_NOFILE)",
@@ -547,8 +574,10 @@ class WriterControl:
                 accepted.close()
                 continue
             connection = _Connection(accepted, pid, _pidfd_of(accepted, pid), time.monotonic())
-            self._epoll.register(accepted, select.EPOLLIN)
             self._connections[accepted.fileno()] = connection
+            self.watch(accepted.fileno())
+            if connection.pidfd is not None:
+                self.watch(connection.pidfd)
             self._guarded(connection, self._take_frames)
 
     def _forget(self, connection: _Connection) -> None:
@@ -556,13 +585,20 @@ class WriterControl:
         if connection.holder is not None:
             del self.holders[connection.holder.rank]
         del self._connections[connection.socket.fileno()]
+        self._close(connection)
+
+    def _close(self, connection: _Connection) -> None:
         self._unwatch(connection)
+        if connection.pidfd is not None:
+            # Not left to the closing: a forked child may have a copy for a moment.
+            with contextlib.suppress(OSError):
+                self._poller.remove(connection.pidfd)
         connection.close()
 
     def _unwatch(self, connection: _Connection) -> None:
         # It was unwatched before, or the caller's program closed it.
-        with contextlib.suppress(OSError, ValueError):
-            self._epoll.unregister(connection.socket)
+        with contextlib.suppress(OSError):
+            self._poller.remove(connection.socket.fileno())
 
     def _guarded(self, connection: _Connection, step: Callable[[_Connection], None]) -> None:
         try:
@@ -607,6 +643,7 @@ class WriterControl:
             if frame.kind == _CLAIM and holder is None and connection.claimed_rank is None:
                 self._claim(connection, frame)
             elif frame.kind == _MAPPED and holder is not None and frame.number == holder.epoch:
+                holder.is_mapped = True
                 self._try_admit(holder)
                 if not holder.is_admitted and not self.lock_file.is_held(rank_byte(holder.rank)):
                     raise ProtocolError(f"rank {holder.rank} says it is mapped, but has no lock")
@@ -697,8 +734,7 @@ class WriterControl:
         self.strike(rank)
         holder = self.holders.pop(rank)
         self._connections.pop(holder.connection.socket.fileno(), None)
-        self._unwatch(holder.connection)
-        holder.connection.close()
+        self._close(holder.connection)
 
     def is_dead(self, holder: Holder) -> bool:
         """
@@ -763,7 +799,7 @@ class WriterControl:
         self._listener.close()
         while self._connections:
             self._connections.popitem()[1].close()
-        self._epoll.close()
+        self._poller.close()
         self._drop_kept_files()
 
 
@@ -816,9 +852,7 @@ class ReaderControl:
             AuthenticationError: another user does.
         """
         control = cls(address, token, rank)
-        control._socket = socket.socket(
-            socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-        )
+        control._socket = _new_socket()
         try:
             control._try_connect()
         except BaseException:
@@ -856,14 +890,27 @@ class ReaderControl:
         """Whether the handshake is done."""
         return self.start is not None
 
+    @property
+    def descriptor(self) -> int:
+        """What is readable when the handshake can go on; nothing, once it is done."""
+        return self._socket.fileno()
+
+    @property
+    def writer_pidfd(self) -> int | None:
+        """What is readable once the writer's process has ended; None in another pid namespace."""
+        return self._writer_pidfd
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the writer's socket had room for this reader so far."""
+        return self._is_connected
+
     def wait(self, timeout_s: float) -> None:
         """Wait until something arrives on the socket."""
-        if not self._is_connected:
-            time.sleep(min(timeout_s, 0.01))
-            return
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        poll.poll(timeout_s * 1e3)
+        if self._is_connected:
+            is_readable(self.descriptor, timeout_s)
+        else:
+            sleep(min(timeout_s, 0.01))
 
     def step(self) -> None:
         """

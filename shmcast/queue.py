@@ -29,6 +29,7 @@ from shmcast._ring import (
     new_bytearray,
     read_image,
 )
+from shmcast._system import sleep
 from shmcast.arena import LEAST_BLOCK_BYTES, Arena, Block
 from shmcast.config import QueueConfig
 from shmcast.control import (
@@ -39,6 +40,7 @@ from shmcast.control import (
     WriterControl,
     is_foreign,
 )
+from shmcast.door import Watch, say
 from shmcast.errors import (
     ConfigError,
     MessageTooLarge,
@@ -82,8 +84,10 @@ _JOIN_S: Final = 0.2  # how long a relay's answer is waited for
 _JOIN_PAUSE_S: Final = 1.0
 _NUMBER_BYTES: Final = 8  # before each stream that a relay passes on
 _FIRST_PROBE_S: Final = 0.001  # who has waited for less does not ask who is alive
-# A sleep is cut in slices only to notice a death; a wake-up never depends on it. Slices of 10 ms
-# for ever would cost 1.0 to 1.6 % of a core, 40 ms cost 0.5 %.
+# A sleep is cut in slices only to notice what nobody tells; a wake-up never depends on it. An end
+# whom the door thread tells of a death needs none, but a lock that is lost, or a clock that jumped.
+_TOLD_SLICE_S: Final = 1.0
+# Slices of 10 ms for ever would cost 1.0 to 1.6 % of a core, 40 ms cost 0.5 %.
 _SHORT_SLICE_S: Final = 0.010
 _LONG_SLICE_S: Final = 0.040
 _SHORT_SLICES_UNTIL_S: Final = 0.100
@@ -183,17 +187,24 @@ class _Wait:
     def elapsed_s(self) -> float:
         return time.monotonic() - self.start
 
-    def slice_s(self) -> float:
-        """How long to wait now: a slice, but not past the deadline. 0 when the time is up."""
+    def slice_s(self, *, is_told: bool) -> float:
+        """
+        How long to wait now: a slice, but not past the deadline. 0 when the time is up.
+
+        Args:
+            is_told: whether the door thread ends the wait when the other side has died.
+        """
         now = time.monotonic()
         if self._is_first:
             self._is_first = False
             most = _FIRST_PROBE_S
+        elif is_told:
+            most = _TOLD_SLICE_S
         elif now - self.start < _SHORT_SLICES_UNTIL_S:
             most = _SHORT_SLICE_S
         else:
             most = _LONG_SLICE_S
-        return max(0.0, min(most, self._deadline - now))
+        return max(0.0, min(most, self._deadline - now, max(_FIRST_PROBE_S, self._warn_at - now)))
 
     def spin_and_sleep_ns(self, slice_s: float) -> tuple[int, int]:
         """For how long of this slice to poll, and how long to sleep after that."""
@@ -207,47 +218,6 @@ class _Wait:
             return False
         self._warn_at = now + self._warn_after_s  # not the next of many, after a stop
         return True
-
-
-class _Ends:
-    """
-    The ends of this process: one which waits takes the handshake steps of the others.
-
-    Both ends of a queue may be in one process, even in one thread, and two processes may each wait
-    as the writer of a queue that the other one reads.
-    """
-
-    def __init__(self) -> None:
-        # Changed by single operations only: a lock could be met again by a signal handler.
-        self._references: dict[int, weakref.ref[_QueueEnd]] = {}
-        os.register_at_fork(after_in_child=self._after_fork_in_child)
-
-    def add(self, end: _QueueEnd) -> None:
-        key = id(end)
-        self._references[key] = weakref.ref(end, lambda _: self._references.pop(key, None))
-
-    def discard(self, end: _QueueEnd) -> None:
-        self._references.pop(id(end), None)
-
-    def _all(self) -> list[_QueueEnd]:
-        ends = [reference() for reference in list(self._references.values())]
-        return [end for end in ends if end is not None]
-
-    def take_steps_of_others(self, end: _QueueEnd) -> None:
-        for other in self._all():
-            if other is not end:
-                other._take_step(only_attaching=other._address != end._address)
-
-    def _after_fork_in_child(self) -> None:
-        # What the child inherits would keep the memory alive after its parent's death.
-        ends = self._all()
-        self._references.clear()
-        for end in ends:
-            with contextlib.suppress(OSError, AttributeError):  # one that is closing just now
-                end._close_descriptors()
-
-
-_ends = _Ends()
 
 
 @attrs.define
@@ -282,10 +252,10 @@ class _TurnTaken(Exception):
 
 
 class _QueueEnd:
-    """What both ends share: turns, closing, the context manager."""
+    """What both ends share: turns, steps, closing, the context manager."""
 
     _lock: EndLock
-    _address: str
+    _watch: Watch
 
     @property
     def closed(self) -> bool:
@@ -303,6 +273,7 @@ class _QueueEnd:
             return
         self._lock.close(self._finish)
         self._stop_waits()
+        self._watch.close()  # again: the door thread may have closed this end, and ends itself
 
     def __enter__(self) -> Self:
         return self
@@ -322,23 +293,34 @@ class _QueueEnd:
         if self._lock.is_closing:
             raise QueueClosed(f"{self!r} was closed while it waited")
 
-    def _take_step(self, *, only_attaching: bool) -> None:
-        """Take this end's handshake step for another end that waits, unless this one is in use."""
+    def take_step(self) -> float | None:
+        """For the door thread; see `door.End`."""
         try:
-            with self._lock.until(0.0, _TurnTaken):  # which keeps it from closing meanwhile
-                if not only_attaching or self._is_attaching:
-                    self._step()
-        except (_TurnTaken, ShmcastError, OSError) as error:
-            if is_foreign(error):
-                raise
-            # The end's own call meets it again, and says so.
+            with self._lock.step(_TurnTaken):
+                return self._step_alone()
+        except _TurnTaken:
+            self._nudge()
+            return None
+        except (ShmcastError, OSError):
+            return math.inf  # the end's next call meets it again, and says so
 
-    @property
-    def _is_attaching(self) -> bool:
+    def close_inherited(self) -> None:
+        """For a forked child; see `door.End`."""
+        self._close_descriptors()
+
+    def _step_alone(self) -> float:
+        """Take a step while no call of the end does; returns when it is due again."""
         raise NotImplementedError
 
-    def _step(self) -> object:
-        raise NotImplementedError
+    def _nudge(self) -> None:
+        """End the present wait, for something has come."""
+        ring = getattr(self, "_ring", None)
+        if ring is not None:
+            ring.nudge()
+
+    def _log_after(self, level: int, text: str, *arguments: object) -> None:
+        """Log something after the present turn, for a handler may wait for it."""
+        self._lock.defer(lambda: _log.log(level, text, *arguments))
 
     def _stop_waits(self) -> None:
         ring = getattr(self, "_ring", None)
@@ -397,8 +379,17 @@ class MessageQueue(_QueueEnd):
                 f"a queue can't be made: {error} (it needs some descriptors: RLIMIT_NOFILE)"
             ) from error
         self._pickler = Pickler(config.oob_threshold_bytes, allocate=self._arena.allocate_buffer)
-        self._lock = EndLock("writer")
-        _ends.add(self)
+        self._open_door()
+
+    def _open_door(self) -> None:
+        """From here on the door thread serves this end."""
+        self._watch = Watch(self)
+        self._lock = EndLock("writer", self._watch.is_free)
+        try:
+            self._watch.watch(self._control.descriptor)
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"a queue can't be made: {error}") from error
 
     def _new_names(self) -> tuple[str, str]:
         """The control socket's address and the token for it."""
@@ -529,30 +520,30 @@ class MessageQueue(_QueueEnd):
             QueueClosed: this end is closed.
         """
         deadline = _deadline(timeout)
-        with self._lock.until(deadline, QueueNotReady):
-            wait = _Wait(deadline, self._config.warn_after_s)
-            while True:
-                self._look("evict")
-                _ends.take_steps_of_others(self)
+        wait = _Wait(deadline, self._config.warn_after_s)
+        while True:
+            with self._lock.until(deadline, QueueNotReady):
+                self._survey()
+                self._evict_lost()
                 missing = self._missing_ranks()
-                if not missing:
-                    return
-                self._check_open()
-                slice_s = wait.slice_s()
-                if slice_s == 0:
-                    raise QueueNotReady(
-                        f"{_ranks_text(missing)} not attached after {wait.elapsed_s:.3g} s",
-                        missing,
-                    )
-                self._control.wait(slice_s)
-                self._check_open()
-                if wait.is_long():
-                    _log.warning(
-                        "writer @%s has waited %.0f s for %s to attach",
-                        self._address,
-                        wait.elapsed_s,
-                        _ranks_text(missing),
-                    )
+                turns = self._lock.turns + 1  # this one too
+            if not missing:
+                return
+            slice_s = wait.slice_s(is_told=self._control.sees_every_death)
+            if slice_s == 0:
+                raise QueueNotReady(
+                    f"{_ranks_text(missing)} not attached after {wait.elapsed_s:.3g} s",
+                    missing,
+                )
+            self._lock.wait_for_turn(turns, slice_s)  # the door thread's, which admits them
+            self._check_open()
+            if wait.is_long():
+                _log.warning(
+                    "writer @%s has waited %.0f s for %s to attach",
+                    self._address,
+                    wait.elapsed_s,
+                    _ranks_text(missing),
+                )
 
     def enqueue(self, obj: object, timeout: float | None = None) -> None:
         """
@@ -726,7 +717,7 @@ class MessageQueue(_QueueEnd):
                 case Claim.FULL:
                     self._pause(wait, for_chunk=True)
                 case Claim.LOOK:
-                    self._look(self._config.on_reader_loss)
+                    self._look()
                     has_looked = True
                 case Claim.RESERVE:
                     index = self._ring.messages % self._config.n_chunks
@@ -828,7 +819,7 @@ class MessageQueue(_QueueEnd):
     def _pause(self, wait: _Wait, *, for_chunk: bool) -> None:
         """Sleep a slice for the readers to go on, then look around; QueueFull if time is up."""
         self._check_open()
-        slice_s = wait.slice_s()
+        slice_s = wait.slice_s(is_told=for_chunk and self._control.sees_every_death)
         if slice_s == 0 and wait.has_had_last_try:
             behind = self._ranks_behind()
             raise QueueFull(
@@ -836,30 +827,79 @@ class MessageQueue(_QueueEnd):
                 f"{self._lag_text(behind)}",
                 behind,
             )
+        is_nudged = False
         if slice_s and for_chunk:
-            self._ring.wait_for_space(*wait.spin_and_sleep_ns(slice_s))
+            is_nudged = self._ring.wait_for_space(*wait.spin_and_sleep_ns(slice_s))
         else:  # a reader takes a file from its socket without a word
             is_early = wait.elapsed_s < _SHORT_SLICES_UNTIL_S
-            time.sleep(min(slice_s, _FIRST_PROBE_S) if is_early else slice_s)
+            sleep(min(slice_s, _FIRST_PROBE_S) if is_early else slice_s)
         self._check_open()
-        if slice_s == 0 or wait.elapsed_s >= _FIRST_PROBE_S:
+        if is_nudged or slice_s == 0 or wait.elapsed_s >= _FIRST_PROBE_S:
             wait.has_had_last_try = slice_s == 0
-            self._look(self._config.on_reader_loss)
-            _ends.take_steps_of_others(self)
+            self._look()
+            self._watch.arm()
         if wait.is_long():
-            _log.warning(
-                "writer @%s has waited %.3g s to publish message %d: %s",
+            text = (
+                f"writer @{self._address} has waited {wait.elapsed_s:.3g} s to publish message "
+                f"{self._ring.messages}: {self._lag_text(self._ranks_behind())}"
+            )
+            say(lambda: _log.warning(text))
+
+    def _look(self) -> None:
+        """
+        See to what others wait for.
+
+        Raises:
+            ReaderLost, ProtocolError: readers were lost, unless `on_reader_loss` is "evict".
+        """
+        self._survey()
+        if self._config.on_reader_loss == "evict":
+            self._evict_lost()
+            return
+        lost = self._take_lost()
+        if not lost:
+            return
+        report = _report(lost)
+        if any(is_damage for _, is_damage in lost.values()):
+            raise ProtocolError(report)
+        raise ReaderLost(report, tuple(lost))
+
+    def _step_alone(self) -> float:
+        known = {*self._unreported}
+        due_at = self._survey()
+        if self._config.on_reader_loss == "evict":
+            self._evict_lost()
+        new = {rank: loss for rank, loss in self._unreported.items() if rank not in known}
+        if new:
+            self._ring.look_again_in(0)  # the next call raises it
+            self._log_after(
+                logging.WARNING,
+                "writer @%s lost a reader, which its next call raises: %s",
                 self._address,
-                wait.elapsed_s,
-                self._ring.messages,
-                self._lag_text(self._ranks_behind()),
+                _report(new),
+            )
+        return due_at
+
+    def _evict_lost(self) -> None:
+        """Go on without the readers that were lost, and say so."""
+        lost = self._take_lost()
+        if lost:
+            self._log_after(
+                logging.WARNING,
+                "writer @%s goes on without a reader: %s",
+                self._address,
+                _report(lost),
             )
 
-    def _look(self, on_reader_loss: str) -> None:
+    def _take_lost(self) -> dict[int, tuple[str, bool]]:
+        lost, self._unreported = dict(sorted(self._unreported.items())), {}
+        return lost
+
+    def _survey(self) -> float:
         """
         See who has left or died, and serve the control socket.
 
-        Raises ReaderLost or ProtocolError for a loss, unless `on_reader_loss` is "evict".
+        Returns when to do it again at the latest.
         """
         self._ring.look_again_in(_LOOK_PAUSE_NS)
         now = time.monotonic()
@@ -874,7 +914,7 @@ class MessageQueue(_QueueEnd):
                 # Who left before it died has left.
                 is_dead = control.is_dead(holder)
                 if self._ring.has_left(rank):
-                    _log.info("%s has left", self._who(rank))
+                    self._log_after(logging.INFO, "%s has left", self._who(rank))
                     control.vacate(rank)
                     continue
                 if is_dead:
@@ -891,17 +931,7 @@ class MessageQueue(_QueueEnd):
                 if isinstance(holder, Holder) and not holder.connection.has_gone:
                     self._arena.disown(rank)
                 control.vacate(rank)
-        self._step()
-        if not self._unreported:
-            return
-        lost, self._unreported = dict(sorted(self._unreported.items())), {}
-        report = "; ".join(text for text, _ in lost.values())
-        if on_reader_loss == "evict":
-            _log.warning("writer @%s goes on without a reader: %s", self._address, report)
-        elif any(is_damage for _, is_damage in lost.values()):
-            raise ProtocolError(report)
-        else:
-            raise ReaderLost(report, tuple(lost))
+        return self._step()
 
     def _holders(self) -> Iterator[tuple[Any, Holder | Peer]]:
         """Every admitted reader, and who is in charge of it."""
@@ -939,17 +969,13 @@ class MessageQueue(_QueueEnd):
             texts.append(text)
         return "; ".join(texts)
 
-    @property
-    def _is_attaching(self) -> bool:
-        control = getattr(self, "_control", None)
-        return control is not None and bool(self._missing_ranks())
-
-    def _step(self) -> None:
+    def _step(self) -> float:
         self._hand_on()  # before a rank is taken in that does not get it
-        self._control.serve()
+        due_at = self._control.serve()
         remote = self._remote
         if remote is not None:
             remote.serve()
+        return due_at
 
     def _finish(self) -> None:
         if not hasattr(self, "_ring"):
@@ -957,13 +983,13 @@ class MessageQueue(_QueueEnd):
         self._hand_on()
         # Nothing can be published any more, so what the closing mark says is true.
         self._ring.say_closing()
+        self._watch.close()
         with contextlib.ExitStack() as parts:
             parts.callback(self._segment.close)
             parts.callback(self._drop_lock_file)
             parts.callback(self._control.close)
             if self._remote is not None:
                 parts.callback(self._remote.close)
-        _ends.discard(self)
         # The mappings end here, unless another thread is still on its way out of a call. The last
         # lines, since a signal may interrupt this and `close` come again.
         self._remote = None
@@ -1015,9 +1041,10 @@ class _Relay(MessageQueue):
     def _new_names(self) -> tuple[str, str]:
         return self._own_handle.local_address, self._own_handle.token
 
-    @property
-    def _is_attaching(self) -> bool:
-        return False  # the I/O thread sees to that
+    def _open_door(self) -> None:
+        # The I/O thread sees to all that.
+        self._watch = Watch(self)
+        self._lock = EndLock("relay", self._watch.is_free)
 
     @property
     def descriptor(self) -> int:
@@ -1025,7 +1052,7 @@ class _Relay(MessageQueue):
 
     def tend(self) -> None:
         with self._lock:
-            self._look("evict")
+            self._look()
 
     def pass_on(self, number: int, stream: Any, buffers: list[Any]) -> None:
         with self._lock:
@@ -1107,12 +1134,20 @@ class MessageReader(_QueueEnd):
         self._handle = handle
         self._candidate: MessageReader | None = None  # of a relay that has not answered yet
         self._join_at = 0.0  # when a remote reader looks for its host's relay
+        self._is_attached = False
+        self._is_told = False  # whether the door thread watches the writer's process
+        self._watch = Watch(self)
         if self._rank in handle.local_reader_ranks:
-            self._control = ReaderControl.connect(self._address, handle.token, self._rank)
+            self._control = control = ReaderControl.connect(self._address, handle.token, self._rank)
+            self._lock = EndLock("reader", self._watch.is_free)
+            try:
+                self._watch.watch(control.descriptor)
+            except BaseException:
+                self.close()
+                raise
         else:
             self._connect_to(handle, allow)
-        self._lock = EndLock("reader")
-        _ends.add(self)
+            self._lock = EndLock("reader", self._watch.is_free)
 
     def _connect_to(self, handle: Handle, allow: Iterable[str]) -> None:
         from shmcast.remote import CurveKeys, RemoteReader
@@ -1237,7 +1272,7 @@ class MessageReader(_QueueEnd):
         ring = self._ring
         wait = _Wait(deadline, self._warn_after_s, self._spin_ns)
         while True:
-            slice_s = wait.slice_s()
+            slice_s = wait.slice_s(is_told=self._is_told)
             if slice_s:
                 ring.wait(*wait.spin_and_sleep_ns(slice_s))
             taken = self._take()
@@ -1267,16 +1302,8 @@ class MessageReader(_QueueEnd):
                 )
             if not slice_s:
                 raise QueueEmpty(f"no message came in {wait.elapsed_s:.3g} s")
-            _ends.take_steps_of_others(self)
             if wait.is_long():
-                _log.warning(
-                    "reader @%s rank %d has waited %.3g s for message %d of the writer (pid %s)",
-                    self._address,
-                    self._rank,
-                    wait.elapsed_s,
-                    ring.next_sequence,
-                    self._control.writer_pid,
-                )
+                self._say_wait(wait, f"for message {ring.next_sequence} of")
 
     def _load_file(self, nonce: int) -> Any:
         stream, buffers = self._parts_of_file(nonce)
@@ -1311,42 +1338,53 @@ class MessageReader(_QueueEnd):
 
     def _wait_for_admission(self, deadline: float) -> None:
         wait = _Wait(deadline, QueueConfig().warn_after_s)
-        while True:
-            _ends.take_steps_of_others(self)
-            if self._step():
-                return
+        while not self._step():
             self._check_open()
-            slice_s = wait.slice_s()
+            slice_s = wait.slice_s(is_told=False)
             if not slice_s:
                 raise QueueNotReady(
                     f"rank {self._rank} is not attached after {wait.elapsed_s:.3g} s: the writer "
-                    f"(pid {self._control.writer_pid}) has not answered; it does so in its calls",
+                    f"(pid {self._control.writer_pid}) has not answered: it may be stopped",
                     (self._rank,),
                 )
             self._control.wait(slice_s)
             self._check_open()
             if wait.is_long():
-                _log.warning(
-                    "reader @%s rank %d has waited %.3g s to attach to the writer (pid %s)",
-                    self._address,
-                    self._rank,
-                    wait.elapsed_s,
-                    self._control.writer_pid,
-                )
+                self._say_wait(wait, "to attach to")
 
-    @property
-    def _is_attaching(self) -> bool:
-        return not self._control.is_admitted and not self.closed
+    def _say_wait(self, wait: _Wait, what_for: str) -> None:
+        text = (
+            f"reader @{self._address} rank {self._rank} has waited {wait.elapsed_s:.3g} s "
+            f"{what_for} the writer (pid {self._control.writer_pid})"
+        )
+        say(lambda: _log.warning(text))
+
+    def _step_alone(self) -> float:
+        control = self._control
+        assert isinstance(control, ReaderControl)  # nothing else is watched
+        if self._is_attached:  # the writer's process has ended, which is told once
+            self._watch.watch()
+            self._is_told = False
+            self._nudge()
+            return math.inf
+        self._step()
+        return math.inf if control.is_connected else 0.0
 
     def _step(self) -> bool:
         """Take the handshake as far as it goes without waiting; whether it is done."""
-        if self._control.is_admitted:
-            return True
+        if not self._is_attached:
+            if not self._control.is_admitted:
+                self._try_step()
+            if self._control.is_admitted:
+                self._begin()
+        return self._is_attached
+
+    def _try_step(self) -> None:
         if self._failure is not None:
             error_class, arguments = self._failure
             raise error_class(*arguments)
         try:
-            return self._try_step()
+            self._take_frames()
         except BaseException as error:
             # Kept, since a step of this end may be taken by another one, or a frame is lost.
             if isinstance(error, ShmcastError | OSError) and not is_foreign(error):
@@ -1354,9 +1392,10 @@ class MessageReader(_QueueEnd):
             else:
                 text = f"attaching rank {self._rank} was interrupted: make a new reader"
                 self._failure = ShmcastError, (text,)
+            self._watch.watch()
             raise
 
-    def _try_step(self) -> bool:
+    def _take_frames(self) -> None:
         self._control.step()
         if self._control.offered is not None:
             data, control = self._control.offered
@@ -1371,11 +1410,17 @@ class MessageReader(_QueueEnd):
             self._spin_ns = _spin_ns(layout.spin_us, layout.n_readers)
             self._control.confirm()
             self._control.step()
-        if self._control.start is None:
-            return False
+
+    def _begin(self) -> None:
+        assert self._control.start is not None
         self._ring.begin(self._control.start)
         self._take = self._ring.try_take
-        return True
+        if isinstance(self._control, ReaderControl) and self._control.writer_pidfd is not None:
+            self._watch.watch(self._control.writer_pidfd)
+            self._is_told = True
+        else:
+            self._watch.watch()
+        self._is_attached = True
 
     def _leave_relay_that_is_over(self, remote: RemoteReader) -> None:
         relayed = remote.ring.relayed
@@ -1437,6 +1482,7 @@ class MessageReader(_QueueEnd):
         )
 
     def _finish(self) -> None:
+        self._watch.close()
         with contextlib.ExitStack() as parts:
             parts.callback(self._control.close)
             if self._candidate is not None:
@@ -1450,7 +1496,6 @@ class MessageReader(_QueueEnd):
                     # What was received lives on, private, and the writer gets its blocks back.
                     self._ring.keep_leases()
                 self._ring.leave()
-        _ends.discard(self)
         # The mappings end here, unless another thread is still on its way out of a call. The last
         # line, as for the writer.
         self._take = _nothing
@@ -1529,6 +1574,10 @@ class _Relayed:
 
     def close(self) -> None:
         self._reader.close()
+
+
+def _report(lost: dict[int, tuple[str, bool]]) -> str:
+    return "; ".join(text for text, _ in lost.values())
 
 
 def _nothing() -> None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final, Self
 import attrs
 
 from shmcast._ring import Mapping
+from shmcast._system import memory_file
 from shmcast.errors import ConfigError, MessageTooLarge, ProtocolError
 from shmcast.layout import HEADER_BYTES, Layout
 
@@ -41,14 +42,23 @@ __all__ = [
     "seals_of",
 ]
 
-# Not in `fcntl` or `os` of Python 3.11 (linux/fcntl.h, linux/memfd.h).
+# From linux/fcntl.h and linux/memfd.h. `fcntl` and `os` have some of them in newer versions, and
+# none where Python was built against an old C library.
+_F_ADD_SEALS: Final = 1033
+_F_GET_SEALS: Final = 1034
+_F_SEAL_SEAL: Final = 0x1
+_F_SEAL_SHRINK: Final = 0x2
+_F_SEAL_GROW: Final = 0x4
+_F_SEAL_WRITE: Final = 0x8
 _F_SEAL_FUTURE_WRITE: Final = 0x10
+_MFD_CLOEXEC: Final = 0x1
+_MFD_ALLOW_SEALING: Final = 0x2
 _MFD_NOEXEC_SEAL: Final = 0x8
 
 #: Nobody can shrink the file under somebody who has mapped it.
-FIXED_SIZE: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+FIXED_SIZE: Final = _F_SEAL_SHRINK | _F_SEAL_GROW
 #: What a message's own file carries before it is sent: nobody can ever change it.
-FROZEN: Final = FIXED_SIZE | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+FROZEN: Final = FIXED_SIZE | _F_SEAL_WRITE | _F_SEAL_SEAL
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _NO_LIMIT_BYTES: Final = 1 << 62  # version 1 says "none" by a number near the largest
@@ -63,13 +73,13 @@ def new_memory_file(name: str, size_bytes: int) -> int:
     Raises:
         OSError: the kernel refused.
     """
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    flags = _MFD_CLOEXEC | _MFD_ALLOW_SEALING
     try:
-        descriptor = os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
+        descriptor = memory_file(name, flags | _MFD_NOEXEC_SEAL)
     except OSError as error:
         if error.errno != errno.EINVAL:  # Linux before 6.3 does not know the flag
             raise
-        descriptor = os.memfd_create(name, flags)
+        descriptor = memory_file(name, flags)
     try:
         os.fchmod(descriptor, 0o600)
         os.ftruncate(descriptor, size_bytes)
@@ -172,14 +182,14 @@ def map_file(descriptor: int, size_bytes: int, *, writable: bool) -> Mapping:
 def seals_of(descriptor: int) -> int:
     """The seals of a memory file. Raises ProtocolError if it is none."""
     try:
-        return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        return fcntl.fcntl(descriptor, _F_GET_SEALS)
     except OSError as error:
         raise ProtocolError(f"the descriptor is no memory file: {error.strerror}") from error
 
 
 def add_seals(descriptor: int, seals: int) -> None:
     """Seal a memory file; nothing undoes it."""
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    fcntl.fcntl(descriptor, _F_ADD_SEALS, seals)
 
 
 @attrs.define(eq=False)
@@ -231,8 +241,8 @@ class Segment:
             control = map_file(control_descriptor, layout.control_bytes, writable=True)
             header = layout.header()
             memoryview(data)[: len(header)] = header
-            add_seals(data_descriptor, FIXED_SIZE | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
-            add_seals(control_descriptor, FIXED_SIZE | fcntl.F_SEAL_SEAL)
+            add_seals(data_descriptor, FIXED_SIZE | _F_SEAL_FUTURE_WRITE | _F_SEAL_SEAL)
+            add_seals(control_descriptor, FIXED_SIZE | _F_SEAL_SEAL)
         except (OSError, MessageTooLarge, OverflowError) as error:
             for descriptor in descriptors:
                 os.close(descriptor)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import hypothesis
 import pytest
 
+import shmcast.door
 from shmcast import MessageQueue, MessageReader, QueueConfig
 
 hypothesis.settings.register_profile(
@@ -74,6 +75,11 @@ class StartChild(Protocol):
     def __call__(
         self, function: Callable[..., None], *arguments: Any, method: str = "spawn"
     ) -> Child: ...
+
+
+def answer_only_in_calls() -> None:
+    """From now on the ends of this process do for others what their own calls do, and no more."""
+    shmcast.door.Watch.watch = lambda *_: None  # type: ignore[method-assign]
 
 
 def wait_for_remote_ends() -> None:

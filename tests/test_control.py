@@ -19,6 +19,7 @@ import pytest
 from conftest import PATIENCE_S
 
 import shmcast.control as control_module
+from shmcast._system import is_readable
 from shmcast.control import WRITER_BYTE, LockFile, ReaderControl, WriterControl, rank_byte
 from shmcast.errors import AuthenticationError, ProtocolError, QueueClosed, ShmcastError, WriterLost
 from shmcast.handle import TOKEN_BYTES
@@ -717,7 +718,7 @@ def test_death_of_a_holder(host: Host) -> None:
             os._exit(1)
     try:
         while not list(host.writer.admitted()):
-            host.writer.wait(0.01)
+            is_readable(host.writer.descriptor, 0.01)
             host.writer.serve()
         (holder,) = host.writer.admitted()
         assert (pid, False) == (holder.pid, host.writer.is_dead(holder))

@@ -24,7 +24,7 @@ from pickle import PickleBuffer
 from typing import Any
 
 import pytest
-from conftest import PATIENCE_S, Child, MakeQueue, StartChild
+from conftest import PATIENCE_S, Child, MakeQueue, StartChild, answer_only_in_calls
 
 import shmcast.control as control_module
 from shmcast import (
@@ -123,6 +123,7 @@ def attach_and_fork_a_child(pipe: Connection, handle: Handle, rank: int) -> None
 
 def claim_and_leave_a_child(pipe: Connection, handle: Handle, rank: int) -> None:
     """Send the claim, and leave a child behind that has the socket too."""
+    answer_only_in_calls()
     reader = MessageQueue.create_from_handle(handle, rank)
     pipe.send(fork_behind_python())
     signal.pause()
@@ -183,6 +184,7 @@ def write(pipe: Connection, sizes: list[int], leaves: str, path: str) -> None:
 
 def write_when_told(pipe: Connection) -> None:
     """Be a writer that answers the socket once for every word from the pipe."""
+    answer_only_in_calls()
     queue = MessageQueue(QueueConfig())
     pipe.send(queue.export_handle())
     while True:

@@ -513,7 +513,7 @@ def test_finish_that_fails_is_repeated() -> None:
         if len(calls) == 1:
             raise Interrupt
 
-    lock = EndLock("writer")
+    lock = EndLock("writer", lambda: None)
     with pytest.raises(Interrupt):
         lock.close(finish)
     for _ in range(3):

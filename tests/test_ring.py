@@ -1121,7 +1121,7 @@ class Late(Exception):
 
 def test_turns_exclude_each_other() -> None:
     """Never two threads have a turn at once, however they ask for it."""
-    lock, inside, most = EndLock("writer"), 0, 0
+    lock, inside, most = EndLock("writer", lambda: None), 0, 0
 
     def take_turns(number: int) -> None:
         nonlocal inside, most
@@ -1141,7 +1141,7 @@ def test_turns_exclude_each_other() -> None:
 
 def test_turn_that_does_not_come() -> None:
     """A turn that another thread keeps raises the given error when the time is up, also at once."""
-    lock, entered, leave = EndLock("reader"), threading.Event(), threading.Event()
+    lock, entered, leave = EndLock("reader", lambda: None), threading.Event(), threading.Event()
 
     def keep() -> None:
         with lock:
@@ -1164,7 +1164,7 @@ def test_turn_that_does_not_come() -> None:
 
 def test_turn_from_inside_a_turn() -> None:
     """A second turn of the same thread is a ShmcastError, and the first one stays a turn."""
-    lock = EndLock("writer")
+    lock = EndLock("writer", lambda: None)
     with lock:
         for turn in (lock, lock.until(time.monotonic() + PATIENCE_S, Late)):
             text = "a call on this writer came from inside another"
@@ -1176,7 +1176,7 @@ def test_turn_from_inside_a_turn() -> None:
 
 def test_turn_from_a_signal_handler() -> None:
     """A signal handler that interrupts a turn cannot take another one, and does not deadlock."""
-    lock, errors = EndLock("writer"), []
+    lock, errors = EndLock("writer", lambda: None), []
 
     def enter() -> None:
         try:
@@ -1194,7 +1194,11 @@ def test_turn_from_a_signal_handler() -> None:
 
 def test_signal_ends_the_wait_for_a_turn() -> None:
     """What a signal handler raises ends the wait for a turn, which is still there for others."""
-    lock, entered, interrupted = EndLock("writer"), threading.Event(), threading.Event()
+    lock, entered, interrupted = (
+        EndLock("writer", lambda: None),
+        threading.Event(),
+        threading.Event(),
+    )
     main = threading.get_ident()
 
     def keep() -> None:
@@ -1225,7 +1229,7 @@ def test_signal_ends_the_wait_for_a_turn() -> None:
 
 def test_close_between_turns() -> None:
     """`close` calls its function at once when no turn is taken, and nobody gets in afterwards."""
-    lock, calls = EndLock("writer"), []
+    lock, calls = EndLock("writer", lambda: None), []
     assert not lock.is_closing
     lock.close(lambda: calls.append(1))
     assert lock.is_closing
@@ -1238,7 +1242,7 @@ def test_close_between_turns() -> None:
 
 def test_close_during_a_turn() -> None:
     """`close` during a turn does not wait: its function is called when the turn ends, once."""
-    lock, calls = EndLock("writer"), []
+    lock, calls = EndLock("writer", lambda: None), []
     with lock:
         lock.close(lambda: calls.append(1))
         run(lambda: lock.close(lambda: calls.append(2))).join(PATIENCE_S)
@@ -1276,7 +1280,7 @@ def race(lock: EndLock) -> list[list[int]]:
 
 def test_close_races_with_turns() -> None:
     """However close and turns meet, the function is called exactly once, and not inside a turn."""
-    assert [[[]]] * 200 == [race(EndLock("writer")) for _ in range(200)]
+    assert [[[]]] * 200 == [race(EndLock("writer", lambda: None)) for _ in range(200)]
 
 
 def test_close_lets_go_of_its_function() -> None:
@@ -1286,7 +1290,7 @@ def test_close_lets_go_of_its_function() -> None:
         def __call__(self) -> None:
             pass
 
-    lock, function = EndLock("writer"), Function()
+    lock, function = EndLock("writer", lambda: None), Function()
     reference = weakref.ref(function)
     lock.close(function)
     lock.close(function)
@@ -1297,7 +1301,7 @@ def test_close_lets_go_of_its_function() -> None:
 
 def test_turn_from_a_signal_handler_while_closing() -> None:
     """A signal handler that interrupts the closing itself gets QueueClosed, not a deadlock."""
-    lock, errors = EndLock("writer"), []
+    lock, errors = EndLock("writer", lambda: None), []
 
     def enter() -> None:
         try:
@@ -1358,7 +1362,7 @@ def use_in_child(pipe: Connection, ring: Ring, lock: EndLock) -> None:
 
 def test_forked_child(start_child: StartChild) -> None:
     """In a forked child every call is a ShmcastError naming both processes, and does nothing."""
-    lock = EndLock("writer")
+    lock = EndLock("writer", lambda: None)
     with ring_of(arena_bytes=8 * PAGE) as ring:
         ring.publish(b"0")
         child = start_child(use_in_child, ring, lock, method="fork")

@@ -89,7 +89,7 @@ def situation(wait: str) -> Iterator[Situation]:
         if wait in ("reader's wait_until_ready", "dequeue before the handshake"):
             answer = MessageQueue._step
             ends.callback(setattr, MessageQueue, "_step", answer)
-            MessageQueue._step = lambda _: None  # type: ignore[method-assign]  # it is busy
+            MessageQueue._step = lambda _: 0.0  # type: ignore[method-assign]  # it is busy
 
             def answer_again() -> None:
                 MessageQueue._step = answer  # type: ignore[method-assign]
