@@ -82,6 +82,12 @@ def answer_only_in_calls() -> None:
     shmcast.door.Watch.watch = lambda *_: None  # type: ignore[method-assign]
 
 
+@pytest.fixture
+def only_in_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `answer_only_in_calls`, for the time of a test."""
+    monkeypatch.setattr(shmcast.door.Watch, "watch", lambda *_: None)
+
+
 def wait_for_remote_ends() -> None:
     """Wait until those of earlier tests are over, and their descriptors closed."""
     for thread in threading.enumerate():

@@ -669,6 +669,7 @@ def test_writer_dies_while_a_reader_waits(start_child: StartChild, record_proper
             assert noticed_s < NOTICED_S
 
 
+@pytest.mark.usefixtures("only_in_calls")
 @pytest.mark.parametrize("leaves_a_child", [False, True])
 @pytest.mark.parametrize("is_offered", [False, True])
 def test_writer_dies_while_a_reader_attaches(

@@ -1573,7 +1573,7 @@ def test_option_on_reader_loss(
     caplog: pytest.LogCaptureFixture,
     on_reader_loss: str,
 ) -> None:
-    """The call that notices a death raises or, with "evict", logs; both go on without it."""
+    """After a death the next call raises or, with "evict", logs; both go on without the reader."""
     queue, handle = make_writer(n_readers=2, n_chunks=4, on_reader_loss=on_reader_loss)
     child = start_child(hold_rank, handle, 1)
     reader = attach(handle, 0)
@@ -1588,7 +1588,6 @@ def test_option_on_reader_loss(
             assert f"rank 1 (pid {child.pid})" in str(error)
             published = queue.stats().messages
             assert published == len(drain(reader))
-            assert not caplog.records
         for number in range(10):  # more than the ring holds
             assert number == round_trip(queue, reader, number)
     if on_reader_loss == "evict":

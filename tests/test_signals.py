@@ -314,7 +314,7 @@ def test_handler_that_uses_the_other_end(start_child: StartChild) -> None:
     assert "from the handler" == child.receive()
 
 
-N_STORM_MESSAGES = 2000
+N_STORM_MESSAGES = 10_000
 
 
 def write_in_a_storm(pipe: Connection, arena_bytes: int) -> None:
