@@ -32,6 +32,11 @@ GIB: Final = 1 << 30
 DEFAULT_OOB_THRESHOLD_BYTES: Final = 1 * MIB
 
 _VARIABLE_PREFIX: Final = "SHMCAST_"
+#: What Kubernetes sets in every container for a Service called `shmcast` or `shmcast-…`.
+_OF_KUBERNETES: Final = re.compile(
+    r"SHMCAST_(?:[A-Z0-9_]+_)?"
+    r"(?:SERVICE_HOST=|SERVICE_PORT(?:_[A-Z0-9_]+)?=|PORT=[a-z]+://|PORT_[0-9]+_[A-Z_]+=)"
+)
 _TABLE: Final = "shmcast"
 _UNIT_BYTES: Final = {"": 1, "B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
 #: An address for remote readers; the group is the port.
@@ -257,7 +262,8 @@ class QueueConfig:
 
         These are: the overrides given here, `SHMCAST_*` environment variables (such as
         `SHMCAST_CHUNK_BYTES=4MiB`; a tuple is written `0,1`), the `[shmcast]` table of the TOML
-        file at `path` (None reads no file), the defaults.
+        file at `path` (None reads no file), the defaults. Variables that Kubernetes sets for a
+        Service called `shmcast-…` are ignored.
 
         Raises:
             ConfigError: a value is not allowed, a key or a variable is unknown, or the file is
@@ -309,6 +315,8 @@ def from_environment() -> Mapping[str, object]:
         if not variable.startswith(_VARIABLE_PREFIX):
             continue
         key = _KEYS.get(variable)
+        if key is None and _OF_KUBERNETES.match(f"{variable}={text}"):
+            continue
         if key is None:
             known = ", ".join(_KEYS)
             raise ConfigError(f"environment variable {variable} is unknown; known are {known}")
