@@ -203,15 +203,18 @@ class QueueConfig:
         n_readers: how many readers there are, local and remote.
         local_reader_ranks: the ranks on the writer's host, distinct and below `n_readers`; None
             means all, () none. Remote ranks need `bind`.
-        chunk_bytes: the size of a chunk. A message that does not fit one travels by a memory file.
+        chunk_bytes: the size of a chunk. A larger message goes into a block of the arena or, if
+            none is free, into a memory file of its own.
         n_chunks: how many messages fit into the ring, from 1.
         oob_threshold_bytes: a buffer this large or larger leaves the pickle stream; 0 means every
             buffer that is not empty. It may exceed `chunk_bytes`.
-        arena_bytes: the size of the arena for large buffers; 0 turns it off. No effect yet.
-        receive: how a reader gets large buffers, "private" or "copy". No effect yet.
+        arena_bytes: the size of the arena for large buffers; 0 turns it off, and they go into the
+            chunk or a memory file.
+        receive: how a reader gets large buffers: "private" maps them copy-on-write; "copy" copies
+            them out and frees their blocks at once, which suits readers that overwrite them.
         spin_us: for how many microseconds an end polls before it sleeps; 0 sleeps at once.
-        on_reader_loss: "raise" makes the call that notices a loss raise `ReaderLost`, "evict" logs
-            a warning and goes on.
+        on_reader_loss: "raise" makes the next call after a loss raise `ReaderLost`; "evict" logs a
+            warning and goes on and, when no reader is left, waits for the next one to attach.
         warn_after_s: a wait of this many seconds is logged, once per such interval.
         bind: the address for remote readers, such as "tcp://192.0.2.1:0"; port 0 means a free one.
         security: "curve", or "none" for remote readers without keys, for whom an allow-list stands
