@@ -67,7 +67,7 @@ from shmcast.errors import (
     WriterLost,
 )
 from shmcast.handle import Handle
-from shmcast.queue import MessageQueue, MessageReader
+from shmcast.queue import MessageQueue, MessageReader, QueueStats, ReaderStats
 
 __all__ = [
     "DEFAULT_OOB_THRESHOLD_BYTES",
@@ -83,7 +83,9 @@ __all__ = [
     "QueueEmpty",
     "QueueFull",
     "QueueNotReady",
+    "QueueStats",
     "ReaderLost",
+    "ReaderStats",
     "ShmcastError",
     "WriterLost",
 ]
