@@ -33,7 +33,7 @@ The modules in the order of the data: `config` and `handle` say what is wanted, 
 lies, `segment` makes the memory, `control` says who is there and alive, `_ring` holds the hot
 loops, `arena` deals out the blocks, `pickler` turns objects into bytes, `remote` sends them to
 other hosts, `queue` joins them, `distributed` gives the ranks of a process group their ends, and
-`cli` is the command.
+`cli` is the command, with the `demo`.
 """
 
 import sys

@@ -16,7 +16,7 @@ import pytest
 from conftest import PATIENCE_S
 from planted.bugs import BUGS
 
-from shmcast import QueueConfig, cli
+from shmcast import QueueConfig, demo
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
@@ -182,7 +182,7 @@ def test_demo_sample(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     """The handbook's sample of the demo's output has the words that the demo prints."""
     monkeypatch.setenv("COLUMNS", "200")
     # Two of each kind, of which the first is left out.
-    cli._show([cli._Sent(size, [0.001, 0.002]) for size in (1 << 20, 1 << 20, 100, 100)])
+    demo.show([demo.Sent(size, [0.001, 0.002]) for size in (1 << 20, 1 << 20, 100, 100)])
     printed = capsys.readouterr().out
     assert "bit for bit at 2 readers" in printed
     (sample,) = re.findall(r"^```text\n(┏.*?)^```$", HANDBOOK, re.DOTALL | re.M)
