@@ -33,7 +33,7 @@ The modules in the order of the data: `config` and `handle` say what is wanted, 
 lies, `segment` makes the memory, `control` says who is there and alive, `_ring` holds the hot
 loops, `arena` deals out the blocks, `pickler` turns objects into bytes, `remote` sends them to
 other hosts, `queue` joins them, `distributed` gives the ranks of a process group their ends, and
-`cli` is the command.
+`cli` is the command, with the `demo`.
 """
 
 import sys
@@ -67,7 +67,7 @@ from shmcast.errors import (
     WriterLost,
 )
 from shmcast.handle import Handle
-from shmcast.queue import MessageQueue, MessageReader
+from shmcast.queue import MessageQueue, MessageReader, QueueStats, ReaderStats
 
 __all__ = [
     "DEFAULT_OOB_THRESHOLD_BYTES",
@@ -83,7 +83,9 @@ __all__ = [
     "QueueEmpty",
     "QueueFull",
     "QueueNotReady",
+    "QueueStats",
     "ReaderLost",
+    "ReaderStats",
     "ShmcastError",
     "WriterLost",
 ]

@@ -1,8 +1,8 @@
 """
 Which block of the arena a buffer gets, and when it is free again. Only the writer allocates.
 
-A block is free when every rank that was to read it has given it up, or is not waited for any more.
-Lower addresses first: these pages are reserved and warm, and fresh ones cost a fault each.
+A block is free when every rank that was to read it has given it up or is no longer waited for.
+Lower addresses go first: their pages are reserved and warm; each fresh page costs a fault.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from shmcast.layout import Layout, round_up
 
 __all__ = ["LEAST_BLOCK_BYTES", "Arena", "Block"]
 
-#: A smaller buffer is copied out of its chunk sooner than it would be leased and given up.
+#: Copying a smaller buffer out of its chunk is faster than leasing it and giving it up.
 LEAST_BLOCK_BYTES: Final = 64 * 1024
 
-#: Who holds the block of a draft besides the readers.
+#: The holder, besides the readers, of a draft's block.
 _WRITER: Final = -1
 
-_MOST_AHEAD_BYTES: Final = 64 * 1024**2  # is reserved more than is needed now
+_MOST_AHEAD_BYTES: Final = 64 * 1024**2  # reserved beyond what is needed now
 
 
 @attrs.define(eq=False)
@@ -57,13 +57,13 @@ class Block:
 
 class Arena:
     """
-    The blocks of one queue. One thread at a time, but for what `stats` reads.
+    The blocks of one queue. For one thread at a time, except for what `stats` reads.
 
-    A signal handler may raise at any line: then the next change finds out again what is free.
+    A signal handler may raise at any line; the next change then works out again what is free.
 
     Args:
-        layout: where the arena lies.
-        ring: says what was given up.
+        layout: where the arena is.
+        ring: knows what was given up.
         reserve: makes sure that a range of the data file can be written; MessageTooLarge if not.
     """
 
@@ -74,7 +74,7 @@ class Arena:
         self._ring = ring
         self._reserve = reserve
         self._reserved_until = layout.arena_offset
-        # Which blocks there are is said by these two alone, by offset; the rest follows from them.
+        # By offset. These two alone say which blocks exist; the rest follows from them.
         self._in_use: dict[int, Block] = {}
         self.pending: dict[int, Block] = {}  # of the message on its way
         self._drafts: weakref.WeakValueDictionary[int, Draft] = weakref.WeakValueDictionary()
@@ -94,7 +94,7 @@ class Arena:
         """
         A block of at least this many bytes, or None if there is none.
 
-        What was given up is free after `reclaim`; it is called here only where it has to be.
+        Blocks that were given up are free after `reclaim`, which this calls only if it has to.
         """
         self._mend()
         n_bytes = round_up(n_bytes, mmap.PAGESIZE)
@@ -121,7 +121,7 @@ class Arena:
         return next((i for i, (_, free) in enumerate(self._free) if free >= n_bytes), None)
 
     def allocate_buffer(self, n_bytes: int) -> Any:
-        """Memory for a tensor that is copied while it is pickled: a block's, if there is one."""
+        """Memory for a tensor that is copied while it is pickled: a block, if there is one."""
         self.reclaim()
         block = self.allocate(n_bytes) if n_bytes >= LEAST_BLOCK_BYTES else None
         if block is None:
@@ -129,7 +129,7 @@ class Arena:
         return self._ring.block_view(block.offset, n_bytes)
 
     def new_draft(self, n_bytes: int) -> Draft | None:
-        """A block as the memory of a tensor; None if there is none, or no room to map it."""
+        """A block as the memory of a tensor; None if none is free, or it can't be mapped."""
         self.reclaim()
         block = self.allocate(n_bytes)
         if block is None:
@@ -148,9 +148,9 @@ class Arena:
 
     def block_of(self, buffer: memoryview) -> Block | None:
         """
-        The block that a buffer of the message on its way lies in already, or None.
+        The block that already holds this buffer of the message on its way, or None.
 
-        None too for a second buffer of the same block: each has a lease of its own.
+        Also None for a second buffer in the same block: each has a lease of its own.
         """
         offset = self._ring.offset_of(buffer)
         if offset is not None:
@@ -162,19 +162,19 @@ class Arena:
         return block
 
     def assign(self, blocks: Iterable[Block], use: int, ranks: Iterable[int]) -> None:
-        """Say for which use blocks of the message on its way are, and who has to give them up."""
+        """Record which use the blocks are for, and which ranks have to give them up."""
         self._settle_left()
         for block in blocks:
             block.holders.update(ranks)
             block.use = use
 
     def settle(self) -> None:
-        """End the message on its way: free its blocks, but for those of a published use."""
+        """End the message on its way: free its blocks unless it was published."""
         for block in list(self.pending.values()):
             self._settle(block)
 
     def _settle_left(self) -> None:
-        """Settle what an interrupted message has left; the one on its way has no use yet."""
+        """Settle what an interrupted message left; the one on its way has no use yet."""
         for block in list(self.pending.values()):
             if block.use:
                 self._settle(block)
@@ -193,7 +193,7 @@ class Arena:
             self._free_if_unheld(block)
 
     def strike(self, rank: int) -> None:
-        """Wait no longer for a rank, in the ring and for what it holds."""
+        """Stop waiting for a rank, in the ring and for the blocks that it holds."""
         self._ring.strike(rank)
         self._settle_left()
         for block in list(self._in_use.values()):
@@ -212,7 +212,7 @@ class Arena:
                 block.disowned.add(rank)
 
     def reclaim(self) -> None:
-        """Free what has been given up since the last time."""
+        """Free the blocks that were given up since the last call."""
         given_ups = self._ring.given_ups
         if given_ups == self._given_ups_seen:
             return
@@ -221,7 +221,7 @@ class Arena:
             if block.draft is not None and block.draft() is None:
                 block.holders.discard(_WRITER)
             for rank in (block.holders | block.disowned) - {_WRITER}:
-                # Anything else is of an earlier use, or damage.
+                # Any other value is an earlier use's, or damage.
                 if self._ring.given_up(block.slot, rank) == block.use:
                     block.holders.discard(rank)
                     block.disowned.discard(rank)
@@ -233,11 +233,11 @@ class Arena:
             self._give_back(block)
 
     def _has_memory_until(self, end: int) -> bool:
-        """Whether everything below this offset can be written; reserves it if need be."""
+        """Whether everything below this offset can be written; reserves it if necessary."""
         start = self._reserved_until
         if end <= start:
             return True
-        # Some more each time, so that a thousand new blocks do not take as many system calls.
+        # A little ahead, so that a thousand new blocks do not take a thousand system calls.
         ahead_bytes = min((start - self._layout.arena_offset) // 8, _MOST_AHEAD_BYTES)
         for until in (min(end + ahead_bytes, self._layout.data_bytes), end):
             try:
@@ -266,7 +266,7 @@ class Arena:
         self._is_changing = False
 
     def _mend(self) -> None:
-        """Find out what is free, if a change was interrupted."""
+        """Work out again what is free, if a change was interrupted."""
         if not self._is_changing:
             return
         blocks = sorted(self.blocks, key=lambda block: block.offset)

@@ -1,8 +1,8 @@
 """
-`QueueConfig`: every setting of a queue, its default and its rule, and where values come from.
+`QueueConfig`: every setting of a queue, its default, its rule and where its value comes from.
 
-typed-settings was weighed for the layers below. It passes over missing files and unknown variables
-and its errors name neither file nor key; making it strict took more code than attrs and tomllib.
+typed-settings was considered for the layers. It ignores missing files and unknown variables, and
+its errors name neither file nor key; making it strict took more code than attrs and tomllib.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ GIB: Final = 1 << 30
 DEFAULT_OOB_THRESHOLD_BYTES: Final = 1 * MIB
 
 _VARIABLE_PREFIX: Final = "SHMCAST_"
+#: What Kubernetes sets in every container for a Service called `shmcast` or `shmcast-…`.
+_OF_KUBERNETES: Final = re.compile(
+    r"SHMCAST_(?:[A-Z0-9_]+_)?"
+    r"(?:SERVICE_HOST=|SERVICE_PORT(?:_[A-Z0-9_]+)?=|PORT=[a-z]+://|PORT_[0-9]+_[A-Z_]+=)"
+)
 _TABLE: Final = "shmcast"
 _UNIT_BYTES: Final = {"": 1, "B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
 #: An address for remote readers; the group is the port.
@@ -41,7 +46,7 @@ _SIZE: Final = re.compile(r"([0-9]+) ?(B|KiB|MiB|GiB)?", re.ASCII)
 
 @attrs.frozen
 class _Rule:
-    """What one setting allows; `check` returns the value to keep, or raises an error."""
+    """The rule of one setting; `check` returns the value to keep, or raises."""
 
     allowed: str
     check: Callable[[Any], Any]
@@ -149,12 +154,12 @@ _RULES: Final[Mapping[str, _Rule]] = {
 def _shown(value: object) -> str:
     try:
         text = repr(value)
-    except Exception:  # its own, or an integer of too many digits
-        return f"a {type(value).__name__} that can't be shown"
+    except Exception:  # from its own `__repr__`, or an integer with too many digits
+        return f"a {type(value).__name__} whose repr fails"
     return text if len(text) <= 200 else f"{text[:200]}…"
 
 
-#: Which setting each environment variable is for.
+#: The setting that each environment variable sets.
 _KEYS: Final = {_VARIABLE_PREFIX + key.upper(): key for key in _RULES}
 
 
@@ -166,7 +171,7 @@ def _checked(origin: str, key: str, value: object) -> Any:
     rule = _RULES[key]
     try:
         return rule.check(value)
-    except Exception as error:  # whatever a value does when it is looked at
+    except Exception as error:  # a value may raise anything when it is inspected
         raise _refusal(origin, key, value, rule.allowed) from error
 
 
@@ -179,7 +184,7 @@ def _check_together(values: Mapping[str, Any], origins: Mapping[str, str]) -> No
         raise _refusal(origins["local_reader_ranks"], "local_reader_ranks", local, allowed)
     if len(local) < n_readers and values["bind"] is None:
         remote = sorted(set(range(n_readers)) - set(local))
-        allowed = f"an address for the remote ranks {remote} (those not in local_reader_ranks)"
+        allowed = f"an address for the remote ranks {remote} (not in local_reader_ranks)"
         raise _refusal(origins["bind"], "bind", None, allowed)
 
 
@@ -189,28 +194,31 @@ _CONSTRUCTOR: Final = "QueueConfig(...)"
 @attrs.frozen(kw_only=True, init=False)
 class QueueConfig:
     """
-    The settings of one queue, checked when made and fixed from then on.
+    The settings of one queue, checked on construction and immutable.
 
-    Sizes are integers of bytes, or strings of a number and B, KiB, MiB or GiB; the attribute is
+    Sizes are integers in bytes, or strings such as "64 KiB" (B, KiB, MiB, GiB); the attribute is
     always an integer.
 
     Attributes:
         n_readers: how many readers there are, local and remote.
         local_reader_ranks: the ranks on the writer's host, distinct and below `n_readers`; None
-            means all, () none. Remote ranks need `bind`.
-        chunk_bytes: the size of a chunk. A message that does not fit one travels by a memory file.
-        n_chunks: how many messages fit into the ring, from 1.
-        oob_threshold_bytes: a buffer this large or larger leaves the pickle stream; 0 means every
-            buffer that is not empty. It may exceed `chunk_bytes`.
-        arena_bytes: the size of the arena for large buffers; 0 turns it off. No effect yet.
-        receive: how a reader gets large buffers, "private" or "copy". No effect yet.
-        spin_us: for how many microseconds an end polls before it sleeps; 0 sleeps at once.
-        on_reader_loss: "raise" makes the call that notices a loss raise `ReaderLost`, "evict" logs
-            a warning and goes on.
-        warn_after_s: a wait of this many seconds is logged, once per such interval.
-        bind: the address for remote readers, such as "tcp://192.0.2.1:0"; port 0 means a free one.
-        security: "curve", or "none" for remote readers without keys, for whom an allow-list stands
-            before the unpickling.
+            means all, () means none. Remote ranks need `bind`.
+        chunk_bytes: the size of a chunk. A larger message goes into a block of the arena or, if
+            none is free, into a memory file of its own.
+        n_chunks: how many messages the ring holds, at least 1.
+        oob_threshold_bytes: buffers of at least this size leave the pickle stream; 0 means every
+            non-empty buffer. It may exceed `chunk_bytes`.
+        arena_bytes: the size of the arena for large buffers; 0 turns it off, and they go into the
+            chunk or a memory file.
+        receive: how a reader gets large buffers: "private" maps them copy-on-write; "copy" copies
+            them out and frees their blocks at once, which suits readers that overwrite them.
+        spin_us: how many microseconds an end polls before it sleeps; 0 sleeps at once.
+        on_reader_loss: "raise" makes the next call after a loss raise `ReaderLost`; "evict" logs a
+            warning and goes on and, when no reader is left, waits for the next one to attach.
+        warn_after_s: a wait is logged each time it has lasted this many seconds more.
+        bind: the address for remote readers, such as "tcp://192.0.2.1:0"; port 0 picks a free one.
+        security: "curve", or "none" for remote readers without keys, which unpickle only what an
+            allow-list names.
 
     Raises:
         ConfigError: a value is not allowed; the text names the key, the value and the rule.
@@ -253,15 +261,16 @@ class QueueConfig:
     @classmethod
     def load(cls, path: str | os.PathLike[str] | None = None, **overrides: object) -> Self:
         """
-        A config from up to four places; the first that has a value wins.
+        A config from up to four places; the first one that has a value wins.
 
-        These are: the overrides given here, `SHMCAST_*` environment variables (such as
+        They are the overrides given here, `SHMCAST_*` environment variables (such as
         `SHMCAST_CHUNK_BYTES=4MiB`; a tuple is written `0,1`), the `[shmcast]` table of the TOML
-        file at `path` (None reads no file), the defaults.
+        file at `path` (None reads no file) and the defaults. Variables that Kubernetes sets for a
+        Service called `shmcast-…` are ignored.
 
         Raises:
             ConfigError: a value is not allowed, a key or a variable is unknown, or the file is
-                missing, malformed or without the table; the text names the place.
+                missing, malformed or has no such table; the text says where.
         """
         values = {key: inspect.signature(cls).parameters[key].default for key in _RULES}
         origins = dict.fromkeys(_RULES, "default")
@@ -273,7 +282,7 @@ class QueueConfig:
             for key, value in layer.items():
                 if key not in _RULES:
                     known = ", ".join(_RULES)
-                    raise ConfigError(f"{origin_of(key)}: there is no {key}; known are {known}")
+                    raise ConfigError(f"{origin_of(key)}: unknown setting {key}; known: {known}")
                 values[key] = _checked(origin_of(key), key, value)
                 origins[key] = origin_of(key)
         _check_together(values, origins)
@@ -292,10 +301,10 @@ def from_file(path: str | os.PathLike[str] | None) -> Mapping[str, object]:
     # TOMLDecodeError and UnicodeDecodeError are ValueErrors; RecursionError: deep nesting.
     except (OSError, ValueError, TypeError, RecursionError) as error:
         name = os.fspath(path) if isinstance(path, os.PathLike) else path
-        raise ConfigError(f"{name}: can't be read as a TOML file: {error}") from error
+        raise ConfigError(f"{name}: can't read it as a TOML file: {error}") from error
     table = document.get(_TABLE)
     if not isinstance(table, dict):
-        raise ConfigError(f"{os.fspath(path)}: there is no table [{_TABLE}] in this file")
+        raise ConfigError(f"{os.fspath(path)}: the file has no [{_TABLE}] table")
     return cast("dict[str, object]", table)
 
 
@@ -309,9 +318,11 @@ def from_environment() -> Mapping[str, object]:
         if not variable.startswith(_VARIABLE_PREFIX):
             continue
         key = _KEYS.get(variable)
+        if key is None and _OF_KUBERNETES.match(f"{variable}={text}"):
+            continue
         if key is None:
             known = ", ".join(_KEYS)
-            raise ConfigError(f"environment variable {variable} is unknown; known are {known}")
+            raise ConfigError(f"unknown environment variable {variable}; known: {known}")
         try:
             layer[key] = _RULES[key].parse(text)
         except ValueError:

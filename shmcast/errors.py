@@ -1,8 +1,8 @@
 """
-Every error that shmcast raises on its own account.
+The errors that shmcast itself raises.
 
-What the caller's own pickling or loading raises passes through unchanged, and a tensor that torch
-itself cannot carry is a `TypeError`.
+Exceptions from the caller's own pickling or loading pass through unchanged; a tensor that torch
+cannot pickle is a `TypeError`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ __all__ = [
 
 
 class ShmcastError(Exception):
-    """The base of all errors here; by itself, a call that this end cannot take at this moment."""
+    """The base of all errors here; by itself, a call that this end cannot serve right now."""
 
 
 class ConfigError(ShmcastError, ValueError):
-    """A setting that is not allowed; the text names its origin, the key, the value and the rule."""
+    """A setting is not allowed; the text names its origin, the key, the value and the rule."""
 
 
 class QueueClosed(ShmcastError, EOFError):
-    """This end was closed, or the writer closed and everything that it published has been read."""
+    """This end was closed, or the writer closed and everything it published has been read."""
 
 
 class _NamesRanks(ShmcastError):
@@ -55,20 +55,20 @@ class ReaderLost(_NamesRanks):
 
 
 class WriterLost(ShmcastError):
-    """The writer died, or none is there; everything that it published has been read."""
+    """The writer died, or there is none; everything it published has been read."""
 
 
 class ProtocolError(ShmcastError):
     """
-    The other side does not keep to the protocol.
+    The other side violates the protocol.
 
-    It is no shmcast peer or another version, its memory is damaged, the rank is taken, or an
-    attachment is no longer valid.
+    Not a shmcast peer, an incompatible version, damaged memory, a rank that is taken, or an
+    attachment that is no longer valid.
     """
 
 
 class AuthenticationError(ShmcastError):
-    """The other side did not prove that it may take part."""
+    """The other side could not authenticate itself."""
 
 
 class MessageTooLarge(ShmcastError):
@@ -90,7 +90,7 @@ class QueueEmpty(ShmcastError, TimeoutError, queue.Empty):
 
 class QueueNotReady(_NamesRanks, TimeoutError):
     """
-    The handshake did not end in time.
+    Not every reader attached in time, or this one did not.
 
     Attributes:
         ranks: the ranks that are missing.

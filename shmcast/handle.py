@@ -1,4 +1,4 @@
-"""`Handle`: what a reader needs in order to attach. Whoever holds it may read the queue."""
+"""`Handle`: what a reader needs to attach. Anyone who has it can read the queue."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Handle:
     It can be pickled, written as JSON and saved. `repr` shows everything but the secrets.
 
     Attributes:
-        endpoint: the address for remote readers, or None where there are none.
+        endpoint: the address for remote readers, or None if there are none.
         n_readers: how many readers the queue has.
         local_reader_ranks: the ranks that attach on the writer's host.
         local_address: the name of the control socket in the abstract Unix namespace.
-        token: the secret that a reader shows, in hexadecimal.
+        token: the secret that a reader presents, in hexadecimal.
         curve_keys: the writer's public key and the readers' public and secret key, in ZeroMQ's text
-            form; () where there are no remote readers, or with security "none".
+            form; () without remote readers, or with security "none".
     """
 
     endpoint: str | None
@@ -45,7 +45,7 @@ class Handle:
     curve_keys: tuple[str, ...] = attrs.field(repr=False, default=())
 
     def to_json(self) -> str:
-        """The handle as a JSON object; all secrets stand under `secrets`."""
+        """The handle as a JSON object, with all secrets under `secrets`."""
         return json.dumps(
             {
                 "shmcast_handle": _VERSION,
@@ -66,7 +66,7 @@ class Handle:
         The handle that `to_json` wrote.
 
         Raises:
-            ProtocolError: the text is no handle of this version; it says what is wrong.
+            ProtocolError: the text is not a handle of this version; the error says why.
         """
         try:
             content = json.loads(text)
@@ -78,8 +78,8 @@ class Handle:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the handle to a file that only its owner can read and write (mode 0600)."""
         target = Path(path)
-        # Written beside the target and moved over it, so that neither an old file's mode nor a
-        # half-written file is ever seen.
+        # Written to a new file that then replaces the target, so nobody ever sees a half-written
+        # file, or the mode of an old one.
         scratch = target.with_name(f".{target.name}.{os.getpid()}.{os.urandom(4).hex()}")
         descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -97,7 +97,7 @@ class Handle:
         The handle that `save` wrote.
 
         Raises:
-            ProtocolError: the file holds no handle of this version.
+            ProtocolError: the file does not hold a handle of this version.
             OSError: the file cannot be read.
         """
         try:
@@ -113,7 +113,7 @@ def _checked(content: Any) -> dict[str, Any]:
             raise ProtocolError(f"not a handle: {what}")
 
     def shown(value: object) -> str:
-        # Only what can't hold a secret that stands in the wrong place.
+        # Not strings: one may be a secret in the wrong place.
         if value is None or isinstance(value, bool | float):
             return repr(value)
         if isinstance(value, int) and abs(value) < 1 << 63:
@@ -123,11 +123,11 @@ def _checked(content: Any) -> dict[str, Any]:
     def is_count(value: object) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
 
-    need(isinstance(content, dict), "a JSON object is expected")
+    need(isinstance(content, dict), "expected a JSON object")
     version = content.get("shmcast_handle")
     need(
         is_count(version) and version == _VERSION,
-        f"shmcast_handle is {shown(version)}, this version reads {_VERSION}",
+        f"shmcast_handle is {shown(version)}; this version of shmcast reads {_VERSION}",
     )
     endpoint, n_readers = content.get("endpoint"), content.get("n_readers")
     ranks, address = content.get("local_reader_ranks"), content.get("local_address")
@@ -144,7 +144,7 @@ def _checked(content: Any) -> dict[str, Any]:
         and len(set(ranks)) == len(ranks),
         f"local_reader_ranks is {shown(ranks)}, n_readers is {n_readers}",
     )
-    # 107 bytes is what a Unix address holds besides the leading zero byte.
+    # A Unix address has room for 107 bytes after the leading zero byte.
     need(
         isinstance(address, str) and address.isascii() and 0 < len(address) <= 107,
         f"local_address is {shown(address)}",
@@ -160,7 +160,7 @@ def _checked(content: Any) -> dict[str, Any]:
     need(
         len(keys) in (0, len(_KEY_NAMES))
         and all(isinstance(key, str) and len(key) == _KEY_LENGTH and key.isascii() for key in keys),
-        "secrets has keys that are none",
+        "secrets contains malformed CURVE keys",
     )
     return {
         "endpoint": endpoint,

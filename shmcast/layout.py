@@ -1,5 +1,5 @@
 """
-From a config to offsets: what lies where in a segment. Arithmetic only; nothing is opened here.
+From a config to offsets: what is where in a segment. Arithmetic only; nothing is opened here.
 
 ::
 
@@ -19,7 +19,7 @@ From a config to offsets: what lies where in a segment. Arithmetic only; nothing
 
 A line is 128 bytes: two cache lines of 64, since processors fetch them in pairs.
 
-Who stores each word, who loads it, and its range:
+Each word's owner, who loads it, and its range:
 
 =============  =====================================  ========  ===================================
 word           stored by                              loaded    range
@@ -43,13 +43,13 @@ given_up       the rank's reader                      writer    the slot's last 
 given_ups      the rank's reader                      writer    how often it gave up; only grows
 =============  =====================================  ========  ===================================
 
-A message lies in its chunk as an image: a header, a table with the length and place of every
-buffer, the stream, then those buffers that have no block of their own, at multiples of 64 bytes. An
-image that does not fit a chunk lies in a block, or in a memory file of its own. It is written and
-parsed in `_ring` alone.
+A message is an image in its chunk: a header, a table with the length and place of every buffer,
+the stream, then the buffers that have no block of their own, at multiples of 64 bytes. An image
+that does not fit a chunk is in a block, or in a memory file of its own. Only `_ring` writes and
+parses images.
 
-A block is whole pages of the arena and holds one buffer, or one image. While it is in use it has a
-slot in the table of given-up words. A use is the number of its message + 1.
+A block is whole pages of the arena and holds one buffer, or one image. While in use it has a slot
+in the table of given-up words. A use is the number of its message + 1.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ _HEADER: Final = struct.Struct("=8sQQQQQdQQ")
 HEADER_BYTES: Final = _HEADER.size
 _RECEIVE: Final = ("private", "copy")  # as numbers in the header
 
-#: How many blocks can be in use at a time.
+#: How many blocks can be in use at once.
 MOST_SLOTS: Final = 4096
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is not below `number`."""
+    """The smallest multiple of `multiple` that is at least `number`."""
     return -(-number // multiple) * multiple
 
 
@@ -94,7 +94,7 @@ class Layout:
     n_readers: int
     n_chunks: int
     chunk_bytes: int
-    # What a reader has to know of the writer's config besides; see `QueueConfig`.
+    # What else a reader needs of the writer's config; see `QueueConfig`.
     spin_us: int
     warn_after_s: float
     receive: Literal["private", "copy"]
@@ -209,15 +209,19 @@ class Layout:
         The layout of a data file of `data_bytes` bytes that starts with `header`.
 
         Raises:
-            ProtocolError: the header is not one of this version, or does not fit the file.
+            ProtocolError: the header is not of this version, or contradicts the file's size.
         """
         if len(header) < HEADER_BYTES:
-            raise ProtocolError(f"the segment's header has {len(header)} bytes of {HEADER_BYTES}")
+            raise ProtocolError(
+                f"the segment's header is cut: {len(header)} of {HEADER_BYTES} bytes"
+            )
         magic, version, *values = _HEADER.unpack(header[:HEADER_BYTES])
         if magic != _MAGIC:
             raise ProtocolError(f"not a shmcast segment: it starts with {magic!r}")
         if version != _VERSION:
-            raise ProtocolError(f"the segment has version {version}, this one reads {_VERSION}")
+            raise ProtocolError(
+                f"the segment has version {version}; this version of shmcast reads {_VERSION}"
+            )
         n_readers, n_chunks, chunk_bytes, spin_us, warn_after_s, receive, arena_bytes = values
         try:
             config = QueueConfig(
@@ -234,13 +238,13 @@ class Layout:
         layout = cls.of(config)
         if layout.data_bytes != data_bytes:
             raise ProtocolError(
-                f"the segment's header is damaged: it means {layout.data_bytes} bytes, "
-                f"the file has {data_bytes}"
+                f"the segment's header is damaged: it calls for {layout.data_bytes} bytes, but the "
+                f"file has {data_bytes}"
             )
         return layout
 
     def epoch_offset(self, rank: int) -> int:
-        """Where the rank's epoch lies in the data file."""
+        """Where the rank's epoch is in the data file."""
         return self.epochs_offset + rank * WORD_BYTES
 
     def rank_offset(self, rank: int) -> int:

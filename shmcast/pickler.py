@@ -1,9 +1,8 @@
 """
 Object ⇄ stream and out-of-band buffers; how tensors are pickled. The only file that imports pickle.
 
-A stream is trusted where it comes from the same user on the same host, who proved to hold the
-handle, or from a writer that proved to have the queue's key. Any other goes through a list of what
-it may name.
+A stream is trusted if it comes from the same user on the same host, or from a writer that proved to
+have the queue's key. Any other may name only what an allow-list has.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ __all__ = [
 ]
 
 _PROTOCOL: Final = 5
-#: A kept pickler is thrown away after a longer stream: clearing the memo of a large one costs every
-#: later message (739 µs after one of 300,000 strings). A stream this short has a memo of 32 KiB at
-#: most, and for a longer one a new pickler does not matter.
+#: A kept pickler is thrown away after a longer stream: clearing a large memo costs every later
+#: message (739 µs after one of 300,000 strings). A stream this short has a memo of 32 KiB at most,
+#: and next to a longer one a new pickler costs nothing.
 _KEPT_STREAM_BYTES: Final = 1024
 
 _Reduced = tuple[Any, ...]
@@ -47,10 +46,10 @@ _Kept = tuple[Callable[[object], None], Callable[[], None], list[bytes], list[me
 
 class _DispatchTable:
     """
-    How each class is reduced: what users registered with `copyreg`, then the tensors.
+    How each class is reduced: first what users registered with `copyreg`, then tensors.
 
-    pickle asks with `table[class]`, and takes KeyError for "as the class itself says". Nothing is
-    registered globally, and torch is not imported for it: without torch there is no tensor.
+    pickle looks up `table[class]`; a KeyError means "as the class itself does it". Nothing is
+    registered globally, and torch is not imported: without torch there are no tensors.
     """
 
     def __init__(self, reduce_exact_tensor: Callable[[torch.Tensor], _Reduced]) -> None:
@@ -68,15 +67,15 @@ class _DispatchTable:
 
 class Pickler:
     """
-    Pickles one message after another; not for two threads, and not from inside itself.
+    Pickles one message after another; neither thread-safe nor reentrant.
 
     The C pickler is kept between messages, which halves the time of a small one.
 
     Args:
-        oob_threshold_bytes: a buffer of this size or more leaves the stream; 0 means every buffer
-            that is not empty.
-        allocate: makes memory of so many bytes for a tensor that cannot be exposed as it lies, if
-            it leaves the stream.
+        oob_threshold_bytes: buffers of at least this size leave the stream; 0 means every
+            non-empty buffer.
+        allocate: makes a buffer of so many bytes for a tensor that leaves the stream but can't be
+            exposed in place.
         reduce_exact_tensor: how a tensor that is exactly `torch.Tensor` is reduced; benchmarks
             compare with torch's own way.
     """
@@ -89,7 +88,7 @@ class Pickler:
         reduce_exact_tensor: Callable[[torch.Tensor], _Reduced] | None = None,
     ) -> None:
         self._threshold_bytes = max(oob_threshold_bytes, 1)
-        # No method: the queue's memory would stay until the garbage collector finds the cycle.
+        # Not a bound method: that cycle would keep the queue's memory until it is collected.
         reduce = functools.partial(_reduce_by_size, self._threshold_bytes, allocate)
         self._table = _DispatchTable(reduce_exact_tensor or reduce)
         self._kept: _Kept | None = None
@@ -98,17 +97,17 @@ class Pickler:
         """
         The stream of `obj` in parts, and its out-of-band buffers as memoryviews of bytes.
 
-        The views pin their memory: whoever owns it cannot resize it while they live. The lists are
-        good until the next call.
+        The views pin their memory, which its owner can't resize while they live. The lists are
+        valid until the next call.
         """
         kept = self._kept or self._new()
-        # Dropped while in use: after an error, or a signal at any line, its memo would refer to
-        # what was never sent.
+        # Not kept while in use: after an error, or a signal at any line, its memo would refer to
+        # objects that were never sent.
         self._kept = None
         dump, clear_memo, parts, buffers = kept
         parts.clear()
         dump(obj)
-        # Not with buffers: views of views that are garbage in a cycle crash Python (before 3.13).
+        # Not with buffers: before 3.13, collecting a cycle with views of views crashes Python.
         if len(parts) == 1 and not buffers and len(parts[0]) <= _KEPT_STREAM_BYTES:
             clear_memo()
             self._kept = kept
@@ -126,13 +125,13 @@ class Pickler:
 def _reduce_by_size(
     threshold_bytes: int, allocate: Callable[[int], Any], tensor: torch.Tensor
 ) -> _Reduced:
-    """Reduce a tensor; memory for one that leaves the stream is asked of `allocate`."""
+    """Reduce a tensor; `allocate` makes the memory for one that leaves the stream."""
     is_large = tensor.numel() * tensor.element_size() >= threshold_bytes
     return reduce_tensor(tensor, allocate if is_large else new_bytearray)
 
 
 class _BufferSink:
-    """Takes the large buffers out of the stream; pickle asks it for each one."""
+    """Takes large buffers out of the stream; pickle calls it for each buffer."""
 
     def __init__(self, buffers: list[memoryview], threshold_bytes: int) -> None:
         self._buffers = buffers
@@ -142,7 +141,7 @@ class _BufferSink:
         """Whether the buffer stays in the stream."""
         try:
             raw = buffer.raw()
-        except BufferError:  # not contiguous: it stays, and pickle says so in its own words
+        except BufferError:  # not contiguous: it stays, and pickle raises its own error
             return True
         if raw.nbytes < self._threshold_bytes:
             return True
@@ -153,9 +152,9 @@ class _BufferSink:
 #: The object of a stream and, as `buffers`, its out-of-band buffers, which the object may keep.
 loads = pickle.loads
 
-#: What a stream that nobody vouches for may name besides torch's dtypes: nothing that can run code.
-#: torch's own reduction of a tensor is not in it, since `_load_from_bytes` loads any pickle; nor is
-#: numpy, since with a dtype of objects the bytes of an array or scalar are taken for addresses.
+#: What an untrusted stream may name, besides torch's dtypes: nothing that can run code. Not torch's
+#: own reduction of a tensor, since `_load_from_bytes` loads any pickle; not numpy's, since with an
+#: object dtype the bytes of an array or scalar are taken for addresses.
 _ALLOWED: Final = frozenset(
     (
         *(f"shmcast.pickler:{name}" for name in ("rebuild_tensor", "rebuild_parameter")),
@@ -164,8 +163,8 @@ _ALLOWED: Final = frozenset(
         *(f"datetime:{name}" for name in ("date", "datetime", "time", "timedelta", "timezone")),
         *(
             f"builtins:{name}"
-            # Not those that a stream makes without their name: with it and a number of 4 bytes it
-            # could fill the memory.
+            # Not types that have opcodes of their own: `bytearray` and a 4-byte number could fill
+            # the memory.
             for name in ("complex", "range", "slice")
         ),
     )
@@ -182,23 +181,23 @@ class _CheckedUnpickler(pickle.Unpickler):
         if module == "torch":
             import torch
 
-            found = vars(torch).get(name)  # asked for as an attribute, a name may import a module
+            found = vars(torch).get(name)  # `getattr` may import a module
             if isinstance(found, torch.dtype):
                 return found
         if wanted not in self._allowed:
-            raise ProtocolError(f"the message names {wanted!r}, which `allow` does not have")
+            raise ProtocolError(f"the message names {wanted!r}, which is not in `allow`")
         found = super().find_class(module, name)
-        # A stream can set the attributes of what it names, and a function of ours is everybody's.
+        # A stream can set attributes of what it names, and our functions are shared by everybody.
         return functools.partial(found) if module == __name__ else found
 
 
-#: Opcodes that our pickler never writes: with these, nine bytes make a table of 800 MB, or name an
-#: object that `copyreg` keeps by a number and that is not looked up again.
+#: Opcodes that our pickler never writes. With PUT nine bytes make a table of 800 MB; EXT names, by
+#: number, an object that `copyreg` caches, past `find_class`.
 _REFUSED_OPCODES: Final = frozenset(("PUT", "BINPUT", "LONG_BINPUT", "EXT1", "EXT2", "EXT4"))
 
 
 def _check_opcodes(stream: Any) -> None:
-    """Refuse what no writer sends, and a length that is more than what follows (ValueError)."""
+    """Refuse what no writer sends, and a length beyond the stream's end (ValueError)."""
     import pickletools
 
     frame_end = 0  # of the frame that is open, 0 for none
@@ -206,11 +205,11 @@ def _check_opcodes(stream: Any) -> None:
         assert position is not None  # a file was given
         if position == frame_end:
             frame_end = 0
-        # The unpickler loses bytes at the end of a frame that is inside of an opcode, and then
-        # takes others for opcodes than these.
+        # When a frame ends inside an opcode, the unpickler loses bytes, and from there on reads
+        # other opcodes than these.
         is_crooked = frame_end and (position > frame_end or opcode.name == "FRAME")
         if is_crooked or opcode.name in _REFUSED_OPCODES:
-            raise ProtocolError(f"the message has an opcode as no writer's has: {opcode.name}")
+            raise ProtocolError(f"shmcast never writes opcode {opcode.name}; message refused")
         if opcode.name == "FRAME":
             assert isinstance(argument, int)
             frame_end = position + 9 + argument
@@ -218,9 +217,9 @@ def _check_opcodes(stream: Any) -> None:
 
 def checked_loads(allow: Iterable[str]) -> Callable[..., Any]:
     """
-    A `loads` for a stream that nobody vouches for: what it may name is listed.
+    A `loads` for untrusted streams, which may name only what is listed.
 
-    Tensors are in the list, and numpy's arrays are not: with their names a stream can run any code.
+    Tensors are on the list, numpy's arrays are not: with their names a stream can run any code.
 
     Args:
         allow: further names, such as "my.package:Step".
@@ -236,22 +235,22 @@ def checked_loads(allow: Iterable[str]) -> Callable[..., Any]:
 
 def reduce_tensor(tensor: torch.Tensor, allocate: Callable[[int], Any] = new_bytearray) -> _Reduced:
     """
-    Reduce a tensor to its bytes, shape, strides and dtype, or as torch does.
+    Reduce a tensor to its bytes, shape, strides and dtype, or the way torch does.
 
-    A CPU tensor that is strided, does not require grad and has no other state is reduced to a
-    buffer of raw memory, whatever its dtype: only the bytes of the tensor itself, not those of the
-    storage around it. Strides are kept where the elements fill their memory without gaps; any other
-    tensor, an expanded one for instance, is sent as a contiguous one.
+    A strided CPU tensor that does not require grad and has no other state is reduced to a buffer of
+    raw memory, whatever its dtype: only its own bytes, not the rest of its storage. Strides are
+    kept if the elements fill their memory without gaps; any other tensor, such as an expanded one,
+    is sent as a contiguous one.
 
     The idea is that of vLLM's tensor reducer (pull request 48442).
 
     Args:
         tensor: exactly a `torch.Tensor`, of any shape.
-        allocate: makes a writable buffer of so many bytes for the elements, where they do not fill
-            their memory without gaps.
+        allocate: makes a writable buffer of so many bytes for elements that do not fill their
+            memory without gaps.
 
     Raises:
-        TypeError: torch itself cannot carry a tensor of this kind and dtype.
+        TypeError: torch itself cannot pickle a tensor of this kind and dtype.
     """
     if not _is_plain(tensor):
         return _reduce_as_torch_does(tensor)
@@ -261,11 +260,11 @@ def reduce_tensor(tensor: torch.Tensor, allocate: Callable[[int], Any] = new_byt
     size_bytes = item_bytes * math.prod(shape)
     memory: Any
     if _is_dense(shape, tensor.stride()):
-        # The storage, since a tensor may get another one before its bytes are copied.
+        # Pins the storage, since the tensor may get another one before its bytes are copied.
         memory = Memory(tensor.data_ptr(), size_bytes, tensor.untyped_storage())
     else:
         memory = allocate(size_bytes)
-        # No dimension of length 1: what is left are fewer than 64.
+        # Without dimensions of length 1 there are fewer than 64.
         steps = [step for step in zip(shape, tensor.stride(), strict=True) if step[0] != 1]
         lengths, distances = zip(*steps, strict=True)
         copy_strided(memory, tensor.data_ptr(), lengths, distances, item_bytes)
@@ -281,20 +280,20 @@ def rebuild_tensor(
     The tensor of `reduce_tensor`, writable.
 
     Args:
-        buffer: its bytes. Writable ones become the tensor's memory, a `zmq.Frame` too; read-only
+        buffer: its bytes. Writable ones, a `zmq.Frame` too, become the tensor's memory; read-only
             ones are copied.
         shape: the length of each dimension.
         strides: in items, or None for a contiguous tensor.
         dtype_name: such as "bfloat16".
 
     Raises:
-        ProtocolError: the numbers do not fit together.
+        ProtocolError: the arguments contradict each other.
     """
     import torch
 
     dtype = getattr(torch, dtype_name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ProtocolError(f"a tensor came with dtype {dtype_name!r}, which this torch has not")
+        raise ProtocolError(f"a tensor came with dtype {dtype_name!r}, which this torch lacks")
     view = memoryview(buffer)
     if min(shape, default=0) < 0 or view.nbytes != dtype.itemsize * math.prod(shape):
         raise ProtocolError(
@@ -304,23 +303,23 @@ def rebuild_tensor(
         strides = _contiguous_strides(shape)
     elif len(strides) != len(shape) or not _is_dense(shape, strides):
         raise ProtocolError(f"a tensor of shape {shape} came with strides {strides}")
-    if view.nbytes == 0:  # `frombuffer` refuses it
+    if view.nbytes == 0:  # which `frombuffer` refuses
         view = memoryview(bytearray(dtype.itemsize))
-    # torch keeps the object that it is given, not the buffer. A view's owner lives as long as the
-    # view does; the view itself has no other user.
+    # torch keeps the object that it is given, not the buffer: here the view, which keeps its owner
+    # alive.
     memory = bytearray(view) if view.readonly else view
     return torch.frombuffer(memory, dtype=dtype).as_strided_(shape, strides)
 
 
 def rebuild_parameter(data: torch.Tensor, requires_grad: bool) -> torch.nn.Parameter:
-    """The parameter with this data."""
+    """A parameter with this data."""
     import torch
 
     return torch.nn.Parameter(data, requires_grad)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the bytes, shape, strides and dtype are all that there is to this tensor."""
+    """Whether bytes, shape, strides and dtype are all there is to this tensor."""
     import torch
 
     return (
@@ -341,7 +340,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _is_backed(tensor: torch.Tensor) -> bool:
-    """Whether its storage reaches as far as its elements; `resize_` may have taken it away."""
+    """Whether its storage covers all its elements; `resize_` may have shrunk it."""
     if tensor.numel() == 0:
         return True
     steps = zip(tensor.shape, tensor.stride(), strict=True)
@@ -350,7 +349,7 @@ def _is_backed(tensor: torch.Tensor) -> bool:
 
 
 def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether the elements fill a range of memory without gaps, in whatever order."""
+    """Whether the elements fill a range of memory without gaps, in any order."""
     expected = 1
     for stride, length in sorted(zip(strides, shape, strict=True)):
         if length == 0:
@@ -399,15 +398,15 @@ def _reduce_as_torch_does(tensor: torch.Tensor) -> _Reduced:
         refused, cause = True, error
     if refused:
         raise TypeError(
-            f"torch {torch.__version__} can't load its own pickle of a {tensor.dtype} tensor, "
-            f"which this one needs ({type(tensor).__name__}, requires_grad={tensor.requires_grad}, "
+            f"torch {torch.__version__} can't load its own pickle of a {tensor.dtype} tensor, and "
+            f"this one needs it ({type(tensor).__name__}, requires_grad={tensor.requires_grad}, "
             f"layout={tensor.layout}, device={tensor.device}): send a plain CPU tensor instead"
         ) from cause
     return reduced
 
 
 def _holds_storage(reduced: Any) -> bool:
-    """Whether a storage is in there: what torch pickles without one works for every dtype."""
+    """Whether there is a storage in it: without one, torch's pickle works for every dtype."""
     import torch
 
     if isinstance(reduced, tuple):
@@ -422,9 +421,9 @@ def _carries(tensor: torch.Tensor) -> bool:
 @functools.cache
 def _torch_carries(dtype: torch.dtype) -> bool:
     """
-    Whether torch can load what it pickles for this dtype, found out by trying.
+    Whether torch can load its own pickle of this dtype, found out by trying.
 
-    In a thread of its own, where none of the modes is active that the caller's may be in.
+    In a thread of its own, where no torch mode of the caller's thread is active.
     """
     import torch
 
@@ -435,7 +434,7 @@ def _torch_carries(dtype: torch.dtype) -> bool:
         stream = io.BytesIO()
         pickler = pickle.Pickler(stream, _PROTOCOL)
         pickler.dispatch_table = {}  # as torch alone does it
-        with contextlib.suppress(Exception):  # whatever it raises, the answer is no
+        with contextlib.suppress(Exception):  # any exception means no
             pickler.dump(sample)
             loaded.append(pickle.loads(stream.getbuffer()))
 

@@ -54,7 +54,7 @@ from shmcast.errors import (
     WriterLost,
 )
 from shmcast.handle import TOKEN_BYTES, Handle
-from shmcast.layout import MOST_SLOTS, Layout
+from shmcast.layout import Layout
 from shmcast.pickler import Pickler, checked_loads, loads, rebuild_tensor
 from shmcast.segment import (
     FIXED_SIZE,
@@ -551,11 +551,14 @@ class MessageQueue(_QueueEnd):
 
         Args:
             obj: anything that can be pickled, with tensors and arrays anywhere in it.
-            timeout: in seconds; None waits for ever while the ring is full, 0 tries once.
+            timeout: in seconds; None waits for ever while the ring is full, or nobody is attached
+                with `on_reader_loss="evict"`; 0 tries once.
 
         Raises:
-            QueueFull: there was no free chunk in time; `ranks` are those that are behind.
-            ReaderLost: readers died, which this call noticed; or nobody is left to publish to.
+            QueueFull: there was no free chunk in time; `ranks` are those that are behind, or all
+                if none is attached.
+            ReaderLost: readers died, which this call noticed; or nobody is left to publish to. Not
+                with `on_reader_loss="evict"`: then it waits for the next reader.
             ProtocolError: a reader's memory is damaged, or it lost its lock; it is not waited for
                 any more.
             MessageTooLarge: memory for this message cannot be reserved.
@@ -722,12 +725,16 @@ class MessageQueue(_QueueEnd):
                 case Claim.RESERVE:
                     index = self._ring.messages % self._config.n_chunks
                     self._ring.set_reserved(self._segment.reserve_chunk(index, needed_bytes))
+                case Claim.NOBODY if self._config.on_reader_loss == "evict":
+                    self._pause(wait, for_chunk=False)
                 case Claim.NOBODY:
                     raise ReaderLost(
                         f"nobody is left to publish to: {_ranks_text(self._ranks)} left or "
                         f"died; wait_until_ready waits until they attach again",
                         self._ranks,
                     )
+                case claim:
+                    raise AssertionError(f"{claim!r} of {needed_bytes} bytes in a chunk")
 
     def _publish_claimed(self, message: _Message) -> bool:
         """Publish into the claimed chunk. False if there is no room for its file for now."""
@@ -779,7 +786,7 @@ class MessageQueue(_QueueEnd):
             "held by rank: %s",
             self._address,
             stats.blocks_in_use,
-            MOST_SLOTS,
+            self._segment.layout.n_slots,
             stats.arena_bytes_in_use,
             self._config.arena_bytes,
             stats.blocks_held,
@@ -950,7 +957,9 @@ class MessageQueue(_QueueEnd):
         return tuple(sorted((*missing, *remote.missing_ranks))) if remote else missing
 
     def _ranks_behind(self) -> tuple[int, ...]:
-        """The ranks that are furthest behind."""
+        """The ranks that are furthest behind; all of them if none is attached."""
+        if not self._ring.expected_ranks():
+            return self._ranks
         lags = self._ring.lags()
         return tuple(rank for rank, lag in enumerate(lags) if lag and lag == max(lags))
 
@@ -959,6 +968,8 @@ class MessageQueue(_QueueEnd):
         return f"rank {rank} (pid {holder.pid})" if holder else f"rank {rank} (not attached)"
 
     def _lag_text(self, ranks: tuple[int, ...]) -> str:
+        if not self._ring.expected_ranks():
+            return f"nobody is attached, {_ranks_text(ranks)} left or died"
         lags, now = self._ring.lags(), time.monotonic()
         texts = []
         for rank in ranks:

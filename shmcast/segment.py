@@ -1,9 +1,9 @@
 """
-Create, reserve, map, seal and check the memory files of a segment. Cursors are not known here.
+Create, reserve, map, seal and check the memory files of a segment. Knows nothing of cursors.
 
-Memory files have no name, so the kernel removes them with their last user, however that one ends,
-and the size of `/dev/shm` does not count. Memory is reserved before it is written: without that,
-too little of it would show as SIGBUS at the first touch.
+Memory files have no name, so the kernel frees them with their last user, however that one ends, and
+the size of `/dev/shm` does not matter. Memory is reserved before it is written; otherwise running
+out of it would be a SIGBUS at the first touch.
 """
 
 from __future__ import annotations
@@ -55,14 +55,17 @@ _MFD_CLOEXEC: Final = 0x1
 _MFD_ALLOW_SEALING: Final = 0x2
 _MFD_NOEXEC_SEAL: Final = 0x8
 
-#: Nobody can shrink the file under somebody who has mapped it.
+#: Nobody can shrink the file while others have it mapped.
 FIXED_SIZE: Final = _F_SEAL_SHRINK | _F_SEAL_GROW
-#: What a message's own file carries before it is sent: nobody can ever change it.
+#: The seals of a message's own file before it is sent: nobody can ever change it.
 FROZEN: Final = FIXED_SIZE | _F_SEAL_WRITE | _F_SEAL_SEAL
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
-_NO_LIMIT_BYTES: Final = 1 << 62  # version 1 says "none" by a number near the largest
-#: Less is not asked about, which takes 0.2 ms: so near to its limit a process dies of anything.
+_NO_LIMIT_BYTES: Final = 1 << 62  # in version 1, "no limit" is a number near the largest
+#: What one `fallocate` is asked for, which takes half a millisecond. On kernels from before 2024 a
+#: signal ends and undoes it, so beside a timer a longer one would begin again for ever.
+_RESERVE_STEP_BYTES: Final = 2 * 1024**2
+#: Asking takes 0.2 ms, so it is not done for less; a process this near its limit dies of anything.
 _ASK_EVERY_BYTES: Final = 256 * 1024
 
 
@@ -93,24 +96,27 @@ def reserve(descriptor: int, offset: int, size_bytes: int, setting: str) -> None
     """
     Make sure that this part of a memory file can be written.
 
-    A memory limit of a control group is not seen by `fallocate`: the process would be killed. So
-    what is left is asked first, which is advice, and `fallocate` is the reservation.
+    `fallocate` does not see the memory limit of a control group, and the process would be killed.
+    So the memory that is left is checked first, which is a guess; `fallocate` is the reservation.
+    What was reserved before an error, or before a signal handler raised, stays reserved.
 
     Args:
         descriptor: the memory file.
         offset: where the part starts, in bytes.
         size_bytes: how long it is.
-        setting: what the error tells the caller to change.
+        setting: what the error advises the caller to change.
 
     Raises:
-        MessageTooLarge: there is not enough memory; the text says how much is needed and left.
+        MessageTooLarge: there is not enough memory; the text says how much is needed and available.
     """
     with _short_of_memory(size_bytes, setting):
-        os.posix_fallocate(descriptor, offset, size_bytes)
+        end = offset + size_bytes
+        for start in range(offset, end, _RESERVE_STEP_BYTES):
+            os.posix_fallocate(descriptor, start, min(_RESERVE_STEP_BYTES, end - start))
 
 
 class _Budget:
-    """How much may still be reserved before the system is asked again what is left."""
+    """How much may be reserved before the system is asked again how much memory is left."""
 
     def __init__(self) -> None:
         self._left_bytes = 0
@@ -130,12 +136,12 @@ _budget = _Budget()
 
 @contextlib.contextmanager
 def _short_of_memory(size_bytes: int, setting: str) -> Iterator[None]:
-    """Ask whether this much memory is left, and turn what the kernel says into MessageTooLarge."""
+    """Check that this much memory is left, and turn the kernel's errors into MessageTooLarge."""
     try:
         _budget.spend(size_bytes)
         yield
     except OSError as error:
-        # The source was freed meanwhile, or the program closed the descriptor: no lack of memory.
+        # The source was freed, or the program closed the descriptor: not a lack of memory.
         if error.errno in (errno.EFAULT, errno.EBADF):
             raise
         available_bytes = memory_available_bytes()
@@ -150,12 +156,12 @@ def new_frozen_file(pieces: Iterable[tuple[int, Buffer]], size_bytes: int) -> in
     """
     A memory file that holds these pieces, each at its offset, and that nobody can ever change.
 
-    It is written, not mapped: that reports a lack of memory by itself, spares the page faults, and
-    leaves no mapping in a child forked meanwhile, which would forbid the seal.
+    It is written, not mapped: a write reports a lack of memory by itself, causes no page faults and
+    leaves no mapping in a child forked meanwhile, which would prevent the seal.
 
     Raises:
         MessageTooLarge: there is not enough memory.
-        OSError: this process has no room for the descriptor.
+        OSError: this process is out of descriptors.
     """
     descriptor = new_memory_file("shmcast-message", size_bytes)
     try:
@@ -180,24 +186,24 @@ def map_file(descriptor: int, size_bytes: int, *, writable: bool) -> Mapping:
 
 
 def seals_of(descriptor: int) -> int:
-    """The seals of a memory file. Raises ProtocolError if it is none."""
+    """The seals of a memory file. Raises ProtocolError if it is not one."""
     try:
         return fcntl.fcntl(descriptor, _F_GET_SEALS)
     except OSError as error:
-        raise ProtocolError(f"the descriptor is no memory file: {error.strerror}") from error
+        raise ProtocolError(f"not a memory file: {error.strerror}") from error
 
 
 def add_seals(descriptor: int, seals: int) -> None:
-    """Seal a memory file; nothing undoes it."""
+    """Seal a memory file, for good."""
     fcntl.fcntl(descriptor, _F_ADD_SEALS, seals)
 
 
 @attrs.define(eq=False)
 class Segment:
     """
-    The data and the control file of a queue, mapped, and the descriptors that lead to them.
+    The data and the control file of a queue, mapped, and their descriptors.
 
-    The descriptors belong to the segment. The mappings end with their last user; None after close.
+    The segment owns the descriptors. The mappings end with their last user; None after close.
     """
 
     layout: Layout
@@ -207,12 +213,12 @@ class Segment:
 
     @property
     def data_descriptor(self) -> int:
-        """The data file's, for as long as it is open."""
+        """The data file's, as long as it is open."""
         return self._descriptors[0]
 
     @property
     def control_descriptor(self) -> int:
-        """The control file's, for as long as it is open."""
+        """The control file's, as long as it is open."""
         return self._descriptors[1]
 
     @classmethod
@@ -231,7 +237,7 @@ class Segment:
             ):
                 descriptors.append(new_memory_file(name, size_bytes))
             data_descriptor, control_descriptor = descriptors
-            setting = "n_readers is what this memory depends on"
+            setting = "a smaller n_readers needs less"
             reserve(data_descriptor, 0, layout.chunks_offset, setting)
             if layout.arena_bytes:
                 guard_bytes = layout.arena_offset - layout.guard_offset
@@ -259,22 +265,22 @@ class Segment:
         """
         The segment behind two descriptors that a writer sent, mapped for a reader.
 
-        The descriptors belong to the segment from the call on, also when it fails.
+        The segment owns the descriptors from the call on, even if it fails.
 
         Raises:
-            ProtocolError: this is no segment of this version, or it is damaged.
+            ProtocolError: not a segment of this version, or a damaged one.
             OSError: the kernel refused a mapping.
         """
         try:
             for descriptor in (data_descriptor, control_descriptor):
                 if seals_of(descriptor) & FIXED_SIZE != FIXED_SIZE:
-                    raise ProtocolError("the segment may shrink under its reader: it is not sealed")
+                    raise ProtocolError("the segment is not sealed: it may shrink under its reader")
             header = os.pread(data_descriptor, HEADER_BYTES, 0)
             layout = Layout.from_header(header, os.fstat(data_descriptor).st_size)
             control_bytes = os.fstat(control_descriptor).st_size
             if control_bytes != layout.control_bytes:
                 raise ProtocolError(
-                    f"the control file has {control_bytes} bytes, not {layout.control_bytes}"
+                    f"the control file has {control_bytes} bytes instead of {layout.control_bytes}"
                 )
             try:
                 data = map_file(data_descriptor, layout.data_bytes, writable=False)
@@ -298,7 +304,7 @@ class Segment:
         Raises:
             MessageTooLarge: there is not enough memory.
         """
-        # Doubling keeps the number of reservations small while messages grow.
+        # Doubling keeps reservations few while messages grow.
         doubled_bytes = 1 << (max(size_bytes, mmap.PAGESIZE) - 1).bit_length()
         reserved_bytes = min(doubled_bytes, self.layout.chunk_bytes)
         setting = "a smaller n_chunks or chunk_bytes needs less"
@@ -322,12 +328,12 @@ class Segment:
         reserve(self.data_descriptor, offset, size_bytes, "a smaller arena_bytes needs less")
 
     def close(self) -> None:
-        """Let go of everything; the mappings stay for those who use them."""
+        """Let go of everything; mappings in use live on."""
         self.close_descriptors()
         self.data = self.control = None
 
     def close_descriptors(self) -> None:
-        """Close the descriptors, once: all that a forked child has of a segment."""
+        """Close the descriptors, once. A forked child has nothing else of a segment."""
         descriptors, self._descriptors = self._descriptors, ()
         for descriptor in descriptors:
             os.close(descriptor)
@@ -335,10 +341,10 @@ class Segment:
 
 def memory_available_bytes() -> int:
     """
-    How much memory this process can still get, after the machine's and its control groups' limits.
+    How much memory this process can still get, within the machine's and its control groups' limits.
 
-    Pages of files that can be dropped count as available. A process that is out of descriptors
-    cannot know: then it is `sys.maxsize`.
+    File pages that can be dropped count as available. A process that is out of descriptors can't
+    find out; then this is `sys.maxsize`.
     """
     fields = dict(
         line.split(":", 1) for line in _text_of(Path("/proc/meminfo")).splitlines() if ":" in line
@@ -383,9 +389,9 @@ def cpus_available() -> float:
 
 def _own_cgroups(controller: str) -> Iterator[tuple[Path, bool]]:
     """
-    The control groups of this process that may limit a resource, each from its own up to the root.
+    The control groups that may limit a resource of this process, from its own up to the root.
 
-    With each comes whether it is of version 2.
+    Each with whether it is of version 2.
     """
     for line in _text_of(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -398,7 +404,7 @@ def _own_cgroups(controller: str) -> Iterator[tuple[Path, bool]]:
             root = _CGROUPS / controller
         else:
             continue
-        # Inside a container the path may be the host's, which is not there: then the root counts.
+        # Inside a container the path may be the host's and not exist here: then the root counts.
         relative = Path(path.lstrip("/"))
         for part in (relative, *relative.parents):
             if (root / part).is_dir():
@@ -408,7 +414,7 @@ def _own_cgroups(controller: str) -> Iterator[tuple[Path, bool]]:
 def _text_of(path: Path) -> str:
     try:
         return path.read_text()
-    except OSError:  # the controller is off here, or hidden: then it sets no limit
+    except OSError:  # the controller is off or hidden, so it sets no limit
         return ""
 
 

@@ -597,6 +597,11 @@ def test_other_variables_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
         "SHMCAST_N_READERS_",
         "SHMCAST__N_READERS",
         "SHMCAST_PATH",
+        "SHMCAST_PORT",
+        "SHMCAST_WRITER_PORT",
+        "SHMCAST_WRITER_PORT_HTTP",
+        "SHMCAST_SERVICE",
+        "SHMCAST_SERVICE_PORTS",
         "SHMCAST_CHUN\N{KELVIN SIGN}_BYTES",
         os.fsdecode(b"SHMCAST_\xff"),
     ],
@@ -608,6 +613,25 @@ def test_an_unknown_variable_is_refused(monkeypatch: pytest.MonkeyPatch, variabl
         QueueConfig.load()
     assert variable.encode("utf-8", "replace") in str(caught.value).encode("utf-8", "replace")
     assert "SHMCAST_N_READERS" in str(caught.value)
+
+
+@pytest.mark.parametrize("service", ["SHMCAST", "SHMCAST_WRITER", "SHMCAST_V2_3"])
+def test_what_kubernetes_sets_is_ignored(monkeypatch: pytest.MonkeyPatch, service: str) -> None:
+    """A Service called `shmcast` or `shmcast-…` keeps no queue of its pods from being made."""
+    for variable, text in (
+        ("SERVICE_HOST", "192.0.2.7"),
+        ("SERVICE_PORT", "80"),
+        ("SERVICE_PORT_HTTP_2", "80"),
+        ("PORT", "tcp://192.0.2.7:80"),
+        ("PORT_80_TCP", "tcp://192.0.2.7:80"),
+        ("PORT_80_TCP_PROTO", "tcp"),
+        ("PORT_80_TCP_PORT", "80"),
+        ("PORT_80_TCP_ADDR", "192.0.2.7"),
+        ("PORT_53_UDP", "udp://192.0.2.7:53"),
+    ):
+        monkeypatch.setenv(f"{service}_{variable}", text)
+    monkeypatch.setenv("SHMCAST_N_READERS", "3")
+    assert QueueConfig(n_readers=3) == QueueConfig.load()
 
 
 @pytest.mark.parametrize(

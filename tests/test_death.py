@@ -18,6 +18,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from pickle import PickleBuffer
@@ -323,10 +324,9 @@ def test_evicted(start_child: StartChild, bystander: Any, caplog: pytest.LogCapt
     assert 1 == queue.stats().losses
 
 
-@pytest.mark.parametrize("on_reader_loss", ["raise", "evict"])
-def test_all_readers_die(start_child: StartChild, on_reader_loss: Any) -> None:
-    """When all readers are dead, the error has all ranks, whatever is done about a loss."""
-    config = QueueConfig(n_readers=2, n_chunks=2, chunk_bytes=4096, on_reader_loss=on_reader_loss)
+def test_all_readers_die(start_child: StartChild) -> None:
+    """When all readers are dead, the error has all ranks."""
+    config = QueueConfig(n_readers=2, n_chunks=2, chunk_bytes=4096)
     with MessageQueue(config) as queue:
         children = [
             start_child(attach_and_pause, queue.export_handle(), rank, method="forkserver")
@@ -341,6 +341,31 @@ def test_all_readers_die(start_child: StartChild, on_reader_loss: Any) -> None:
                 queue.enqueue("lost", timeout=PATIENCE_S)
             assert (0, 1) == lost.value.ranks
         assert 0 == queue.stats().messages
+
+
+def test_all_readers_are_evicted(start_child: StartChild, caplog: pytest.LogCaptureFixture) -> None:
+    """With "evict" and nobody left, enqueue raises no loss: it waits for the next reader."""
+    config = QueueConfig(n_readers=2, on_reader_loss="evict", warn_after_s=0.1)
+    with MessageQueue(config) as queue, ThreadPoolExecutor(1) as pool:
+        children = [
+            start_child(attach_and_pause, queue.export_handle(), rank, method="forkserver")
+            for rank in range(2)
+        ]
+        queue.wait_until_ready(PATIENCE_S)
+        for child in children:
+            child.kill()
+        pause_for_the_next_look()
+        for timeout in (0, 0.3):
+            with pytest.raises(QueueFull, match="nobody is attached, ranks 0, 1 left") as full:
+                queue.enqueue("for nobody", timeout)
+            assert (0, 1) == full.value.ranks
+        assert any("nobody is attached" in message for message in caplog.messages)
+        assert 0 == queue.stats().messages
+        waiting = pool.submit(queue.enqueue, "for the next one", PATIENCE_S)
+        with MessageQueue.create_from_handle(queue.export_handle(), 1) as reader:
+            assert "for the next one" == reader.dequeue(PATIENCE_S)
+            waiting.result(PATIENCE_S)
+        assert (2, 0) == (queue.stats().losses, queue.stats().lag[0])
 
 
 def test_ready_again(

@@ -24,7 +24,7 @@ import attrs
 import pytest
 import torch.distributed as dist
 from conftest import PATIENCE_S, Child, StartChild
-from test_readme import README, block
+from test_readme import HANDBOOK, block
 from test_remote import wait_for
 
 from shmcast import (
@@ -418,10 +418,10 @@ def programs() -> Iterator[Programs]:
 def test_torchrun(
     hosts: Hosts, programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks on each of two hosts, started as the README says, get every message, by names."""
+    """Two ranks on each of two hosts, started as the handbook says, get every message, by names."""
     monkeypatch.setenv("SHMCAST_BIND", "tcp://two:0")
     seed = random.getrandbits(32)
-    (options,) = re.findall("^torchrun (.*) broadcast.py$", README, re.MULTILINE)
+    (options,) = re.findall("^torchrun (.*) broadcast.py$", HANDBOOK, re.MULTILINE)
     for number, host in enumerate(hosts):
         here = options.replace("192.0.2.1", "one").replace("--node-rank=0", f"--node-rank={number}")
         # The writer, rank 3, is on the second host; reader 2 is beside it.
@@ -505,7 +505,7 @@ def test_once_per_host(
     assert payload_bytes < sent_bytes < 1.3 * payload_bytes
 
 
-# --- the README's programs ------------------------------------------------------------------------
+# --- the handbook's programs ----------------------------------------------------------------------
 
 
 def save_program(name: str, folder: Path) -> None:
@@ -513,9 +513,9 @@ def save_program(name: str, folder: Path) -> None:
 
 
 def test_readme_torchrun(programs: Programs, tmp_path: Path) -> None:
-    """The README's program for torchrun runs on one host with the README's command."""
+    """The handbook's program for torchrun runs on one host with its command."""
     save_program("broadcast.py", tmp_path)
-    (command,) = re.findall("`torchrun (.*?)`", README)
+    (command,) = re.findall("`torchrun (.*?)`", HANDBOOK)
     programs.start(tmp_path, *TORCHRUN, *command.split())
     printed = programs.finish()[0]
     # The ranks write at the same time, so that lines may meet.
@@ -523,7 +523,7 @@ def test_readme_torchrun(programs: Programs, tmp_path: Path) -> None:
 
 
 def test_readme_carried_handle(hosts: Hosts, programs: Programs, tmp_path: Path) -> None:
-    """The README's writer is read on its own host, and on another one with the file."""
+    """The handbook's writer is read on its own host, and on another one with the file."""
     folders = tmp_path / "here", tmp_path / "there"
     for folder in folders:
         folder.mkdir()
@@ -540,7 +540,7 @@ def test_readme_carried_handle(hosts: Hosts, programs: Programs, tmp_path: Path)
 
 
 def test_readme_ray(programs: Programs, tmp_path: Path) -> None:
-    """The README's program for Ray runs."""
+    """The handbook's program for Ray runs."""
     pytest.importorskip("ray")
     save_program("with_ray.py", tmp_path)
     programs.start(tmp_path, sys.executable, "with_ray.py")

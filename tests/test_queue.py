@@ -582,6 +582,19 @@ def test_last_reader_leaves_while_the_writer_waits(make_queue: MakeQueue) -> Non
     assert 2 == queue.stats().messages
 
 
+def test_last_reader_leaves_an_evicting_writer(make_queue: MakeQueue, attach: Attach) -> None:
+    """With "evict" a writer whose last reader leaves publishes what it had to the next one."""
+    queue, (reader,) = make_queue(n_chunks=2, on_reader_loss="evict")
+    fill(queue)
+    waiting = in_thread(queue.enqueue, "for the next one")
+    await_that(lambda: is_waiting(queue))
+    reader.close()
+    with attach(queue.export_handle()) as back:
+        assert "for the next one" == back.dequeue(PATIENCE_S)
+        waiting.result(PATIENCE_S)
+    assert 0 == queue.stats().losses
+
+
 def test_reader_leaves_before_it_is_admitted(make_writer: MakeWriter, attach: Attach) -> None:
     """A claim that is withdrawn at any step leaves the rank free, and its first messages there."""
     for step in range(3):

@@ -1,7 +1,8 @@
-"""What the README shows runs as printed."""
+"""What the documentation shows runs as printed."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 import subprocess
@@ -13,32 +14,106 @@ from pathlib import Path
 import attrs
 import pytest
 from conftest import PATIENCE_S
+from planted.bugs import BUGS
 
-from shmcast import QueueConfig, cli
+from shmcast import QueueConfig, demo
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {
+    name: (ROOT / name).read_text(encoding="utf-8")
+    for name in (
+        "README.md",
+        "shmcast/README.md",
+        "tests/README.md",
+        "bench/README.md",
+        ".github/CONTRIBUTING.md",
+        ".github/SECURITY.md",
+        ".github/CHANGELOG.md",
+    )
+}
+README = PAGES["README.md"]
+HANDBOOK = PAGES["shmcast/README.md"]
+MOST_WORDS = 1400  # of the README: what is longer has a page of its own
 
 
 def block(first_line: str) -> str:
-    """The code block that starts with this line."""
-    found = re.findall(rf"^```\w+\n({re.escape(first_line)}\n.*?)^```$", README, re.DOTALL | re.M)
+    """The code block of the README or the handbook that starts with this line."""
+    pattern = rf"^```\w+\n({re.escape(first_line)}\n.*?)^```$"
+    found = re.findall(pattern, README + HANDBOOK, re.DOTALL | re.M)
     assert 1 == len(found)
     return str(found[0])
 
 
-def test_in_place(tmp_path: Path) -> None:
-    """The program with a tensor that is published in place runs without a word."""
-    program = tmp_path / "in_place.py"
-    program.write_text(block("# in_place.py"), encoding="utf-8")
+def run(program: Path) -> tuple[int, str]:
+    """The exit status of a program, and what it wrote."""
     done = subprocess.run(
         [sys.executable, program],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        text=True,
         timeout=2 * PATIENCE_S,
         check=False,
     )
-    assert (0, b"") == (done.returncode, done.stdout)
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize("name", ["in_place.py", "child_writes.py", "tied_weights.py"])
+def test_a_program(tmp_path: Path, name: str) -> None:
+    """A program that is complete in itself runs without a word."""
+    program = tmp_path / name
+    program.write_text(block(f"# {name}"), encoding="utf-8")
+    assert (0, "") == run(program)
+
+
+#: A recipe's package, what is sent, what is compared, and the most bytes that it takes.
+RECIPES = {
+    "arrow_tables": (
+        "pyarrow",
+        "pyarrow.table({'n': range(1_000_000)}).slice(5, 10)",
+        "got.equals(sent)",
+        10_000,
+    ),
+    "pillow_images": (
+        "PIL.Image",
+        "PIL.Image.linear_gradient('L').resize((2000, 1000)).convert('RGB')",
+        "(got.mode, got.size, got.tobytes()) == (sent.mode, sent.size, sent.tobytes())",
+        6_010_000,
+    ),
+    "jax_arrays": (
+        "jax.numpy",
+        "jax.numpy.arange(1_000_000).astype('bfloat16')",
+        "type(got) is type(sent) and got.dtype == sent.dtype and bool((got == sent).all())",
+        2_010_000,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe(tmp_path: Path, name: str) -> None:
+    """A rule for a class of another package sends it whole, and no more of it than needed."""
+    package, sent, comparison, most_bytes = RECIPES[name]
+    if importlib.util.find_spec(package.partition(".")[0]) is None:
+        pytest.skip(f"{package} is not installed")
+    (tmp_path / f"{name}.py").write_text(block(f"# {name}.py"), encoding="utf-8")
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"""
+import {name}
+import {package}
+from shmcast import MessageQueue, QueueConfig
+
+sent = {sent}
+with MessageQueue(QueueConfig()) as queue:
+    with MessageQueue.create_from_handle(queue.export_handle(), rank=0) as reader:
+        queue.enqueue(sent)
+        got = reader.dequeue()
+        stats = queue.stats()
+assert {comparison}
+assert stats.bytes < {most_bytes}, stats
+assert stats.bytes < 10_000 or stats.oob_bytes > 0.9 * stats.bytes, stats
+"""
+    )
+    assert (0, "") == run(program)
 
 
 def test_quick_start(tmp_path: Path) -> None:
@@ -104,19 +179,19 @@ def without_figures(text: str) -> list[str]:
 
 
 def test_demo_sample(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sample of the demo's output has the words that the demo prints, line by line."""
+    """The handbook's sample of the demo's output has the words that the demo prints."""
     monkeypatch.setenv("COLUMNS", "200")
     # Two of each kind, of which the first is left out.
-    cli._show([cli._Sent(size, [0.001, 0.002]) for size in (1 << 20, 1 << 20, 100, 100)])
+    demo.show([demo.Sent(size, [0.001, 0.002]) for size in (1 << 20, 1 << 20, 100, 100)])
     printed = capsys.readouterr().out
     assert "bit for bit at 2 readers" in printed
-    (sample,) = re.findall(r"^```text\n(┏.*?)^```$", README, re.DOTALL | re.M)
+    (sample,) = re.findall(r"^```text\n(┏.*?)^```$", HANDBOOK, re.DOTALL | re.M)
     assert without_figures(printed) == without_figures(sample)
 
 
 def test_extra_for_files() -> None:
-    """The extra that the README names has every package that the demo's files need."""
-    assert 'pip install -c constraints.txt ".[files]"' in README
+    """The extra that the handbook names has every package that the demo's files need."""
+    assert 'pip install -c constraints.txt ".[files]"' in HANDBOOK
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extra = project["optional-dependencies"]["files"]
     assert ["numpy", "safetensors"] == sorted(re.split(r"\W", package)[0] for package in extra)
@@ -132,3 +207,33 @@ def test_the_two_commands() -> None:
     checks = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     assert 'pip install -q -c constraints.txt -e ".[test]"\n' in checks
     assert "\npytest\n" in checks
+
+
+def test_the_readme_is_short() -> None:
+    """The README has no more words than a newcomer reads."""
+    assert len(README.split()) <= MOST_WORDS
+
+
+def anchors_of(page: str) -> set[str]:
+    """What a link can name in a page: its headings."""
+    headings = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links(name: str) -> None:
+    """Every link of a page leads to a file of the repository, and to a heading in it."""
+    links = re.findall(r"\]\(([^)#]*)#?([^)]*)\)", PAGES[name])
+    targets = [(ROOT / name).parent / path if path else ROOT / name for path, _ in links]
+    assert [] == [target for target in targets if not target.exists()]
+    pairs = zip(targets, (anchor for _, anchor in links), strict=True)
+    assert [] == [
+        (target, anchor)
+        for target, anchor in pairs
+        if anchor and anchor not in anchors_of(target.read_text(encoding="utf-8"))
+    ]
+
+
+def test_the_planted_bugs_are_counted() -> None:
+    """The page about the tests says how many bugs are planted."""
+    assert f"`test_planted` puts {len(BUGS)} bugs into" in PAGES["tests/README.md"]

@@ -10,17 +10,20 @@ import gc
 import itertools
 import mmap
 import os
+import pickle
 import re
 import resource
+import signal
 import socket
 import stat
+import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import MakeQueue, StartChild, wait_for_remote_ends
+from conftest import PATIENCE_S, MakeQueue, StartChild, wait_for_remote_ends
 
 from shmcast import ConfigError, MessageQueue, MessageTooLarge, ProtocolError, QueueConfig, segment
 from shmcast.layout import Layout
@@ -384,6 +387,47 @@ def test_reserved_memory_is_there(file: int) -> None:
     assert MIB == blocks_of(file)
     reserve(file, 3 * MIB, MIB, "")
     assert MIB == blocks_of(file)
+
+
+def test_a_timer_does_not_keep_memory_from_being_reserved(
+    make_queue: MakeQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """
+    A signal each 10 ms does not hold a large message up for ever, on an older kernel either.
+
+    There a signal ends `fallocate`, which undoes what it did, and Python begins it again.
+    """
+    fallocate, n_ticks = os.posix_fallocate, 0
+
+    def tick(*_: object) -> None:
+        nonlocal n_ticks
+        n_ticks += 1
+
+    def fallocate_of_old_kernels(descriptor: int, offset: int, size_bytes: int) -> None:
+        for _ in range(50):
+            before = n_ticks
+            time.sleep(size_bytes / 2.5e9)
+            if n_ticks == before:
+                return fallocate(descriptor, offset, size_bytes)
+        pytest.fail(f"{size_bytes} bytes were begun 50 times")
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate_of_old_kernels)
+    queue, (reader,) = make_queue()
+    previous = signal.signal(signal.SIGALRM, tick)
+    signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
+    try:
+        queue.enqueue(pickle.PickleBuffer(bytes(64 * MIB)), PATIENCE_S)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert 64 * MIB == memoryview(reader.dequeue(PATIENCE_S)).nbytes
+    assert n_ticks > 0
+
+
+def test_a_long_part_is_reserved_to_its_last_byte(file: int) -> None:
+    """A part of many steps, the last of them short, has all its memory."""
+    reserve(file, 4096, 5 * MIB + 4096, "")
+    assert 5 * MIB + 4096 == blocks_of(file)
 
 
 def test_more_than_there_is_can_not_be_reserved(file: int) -> None:
