@@ -35,7 +35,7 @@ def write_numbers(RingWriter ring not None, uint64_t count, int64_t spin_ns, int
     memset(uses, 0, sizeof(uses))
     with nogil:
         while ring.published < count:
-            if not ring._has_space():
+            if not ring._has_space(1):
                 if not ring._poll_space(monotonic_ns() + spin_ns):
                     ring._sleep_for_space(sleep_ns)
                 continue
