@@ -16,6 +16,7 @@ import random
 import re
 import resource
 import signal
+import sys
 import threading
 import time
 import types
@@ -1311,28 +1312,26 @@ def test_failing_messages_cost_nothing(make_queue: MakeQueue) -> None:
     assert 1 == queue.stats().blocks_in_use
 
 
-def test_an_error_of_loading_names_its_message(make_queue: MakeQueue) -> None:
+def test_an_error_of_loading_names_its_message(
+    make_queue: MakeQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What loading raises has a note with queue, rank and number; a missing class one more."""
     queue, readers = make_queue(n_readers=2)
-    module = types.ModuleType("shmcast_test_gone")
-    exec("class Step: pass", module.__dict__)
-    sys.modules[module.__name__] = module
-    try:
-        queue.enqueue("first")
-        queue.enqueue(module.Step())
-        queue.enqueue(module.Step())
-        del module.Step
-        for number, error in ((1, AttributeError), (2, ModuleNotFoundError)):
-            for reader in readers:
-                reader.dequeue(PATIENCE_S) if number == 1 else None
-                with pytest.raises(error, match=r"Step|shmcast_test_gone") as failed:
-                    reader.dequeue(PATIENCE_S)
-                which, how = failed.value.__notes__
-                assert f"while loading message {number} of {reader!r}" == which
-                assert "a module that both import" in how
-            sys.modules.pop(module.__name__, None)
-    finally:
-        sys.modules.pop(module.__name__, None)
+    module = types.ModuleType("only_the_writers")
+    module.Step = type("Step", (), {"__module__": module.__name__})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for message in ("first", module.Step(), module.Step()):
+        queue.enqueue(message)
+    del module.Step  # type: ignore[attr-defined]
+    assert ["first"] * 2 == [reader.dequeue(PATIENCE_S) for reader in readers]
+    for number, error in ((1, AttributeError), (2, ModuleNotFoundError)):
+        for reader in readers:
+            with pytest.raises(error) as failed:
+                reader.dequeue(PATIENCE_S)
+            which, how = failed.value.__notes__
+            assert f"while loading message {number} of {reader!r}" == which
+            assert "a module that both import" in how
+        monkeypatch.undo()
 
 
 # --- large and odd messages -----------------------------------------------------------------------
