@@ -1420,15 +1420,18 @@ class MessageReader(_QueueEnd):
             stream, buffers = taken
             return self._loads(stream, buffers=buffers)
         except Exception as error:
-            error.add_note(f"while loading message {self._ring.next_sequence} of {self!r}")
-            if isinstance(error, AttributeError | ImportError):
-                error.add_note(
-                    "A class is found by its module and name: what the writer's main program "
-                    "defines is looked up in this one. Put it into a module that both import."
-                )
+            self._add_notes(error)
             raise
         finally:
             self._ring.release()
+
+    def _add_notes(self, error: Exception) -> None:
+        error.add_note(f"while loading message {self._ring.next_sequence} of {self!r}")
+        if isinstance(error, AttributeError | ImportError):
+            error.add_note(
+                "A class is found by its module and name: what the writer's main program defines "
+                "is looked up in this one. Put it into a module that both import."
+            )
 
     def _wait_for_message(self, deadline: float) -> Any:
         try:

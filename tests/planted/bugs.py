@@ -345,6 +345,9 @@ BUGS: Final = (
                 return self._load_file(taken)
             stream, buffers = taken
             return self._loads(stream, buffers=buffers)
+        except Exception as error:
+            self._add_notes(error)
+            raise
         finally:
             self._ring.release()
 """,
@@ -365,6 +368,7 @@ BUGS: Final = (
         "queue.py",
         """
             if ring.is_closing and not ring.lag:
+                self._check_not_failed(ring)
                 raise QueueClosed("the writer has closed, and everything was read")
 """,
         """
