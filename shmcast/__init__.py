@@ -64,6 +64,7 @@ from shmcast.errors import (
     QueueNotReady,
     ReaderLost,
     ShmcastError,
+    WriterFailed,
     WriterLost,
 )
 from shmcast.handle import Handle
@@ -87,5 +88,6 @@ __all__ = [
     "ReaderLost",
     "ReaderStats",
     "ShmcastError",
+    "WriterFailed",
     "WriterLost",
 ]

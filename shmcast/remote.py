@@ -63,6 +63,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from shmcast._ring import RingReader
+from shmcast.control import FailedAttempt
 from shmcast.errors import (
     AuthenticationError,
     ConfigError,
@@ -470,6 +471,7 @@ class Peer:
     heard_at: float
     cut_at: float | None = None
     fault: str | None = None  # what it did against the protocol
+    failure: str | None = None  # why it is about to leave, if it has said so
     is_lost: bool = False  # whether it was cut off and did not come back
     is_done: bool = False  # whether everything has arrived there
     # Stored by the writer's end.
@@ -535,6 +537,8 @@ class RemoteWriter(_Link):
         self._place_of, self._new_epoch = place_of, new_epoch
         self._admit, self._strike, self._has_left = admit, strike, has_left
         self._never_admitted = set(ranks)
+        self.failed_attempts: dict[int, FailedAttempt] = {}
+        self.failure: str | None = None  # of the writer, which the readers are to be told
         self._waiting: list[Peer] = []
         # The bytes of those on their way that are in files, by number; the I/O thread takes out.
         self._filed: dict[int, int] = {}
@@ -642,6 +646,10 @@ class RemoteWriter(_Link):
             raise ProtocolError(f"rank {peer.rank} (pid {peer.pid}) {peer.fault}")
         return peer.is_lost
 
+    def failure_of(self, peer: Peer) -> str | None:
+        """Why a peer that has left or is lost did so, or None if it did not say."""
+        return peer.failure
+
     def vacate(self, rank: int) -> None:
         """End a rank's attachment, which has left or died; it may be claimed from now on."""
         # A signal may come at any line: then this is done again, and the I/O thread sees the mark.
@@ -707,8 +715,9 @@ class RemoteWriter(_Link):
         message = _Message(stream, buffers)
         self._command(functools.partial(self._take_message, number, message))
 
-    def close(self) -> None:
+    def close(self, failure: str | None = None) -> None:
         """Tell every reader that nothing follows; the I/O thread goes on until all have heard."""
+        self.failure = failure
         if not self.is_closing:
             self._command(self._begin_closing)
             self.is_closing = True
@@ -1105,6 +1114,7 @@ class RemoteRing:
         self.arrived: collections.deque[Arrived] = collections.deque()
         self.n_arrived = 0  # the number of the message that comes next from the writer itself
         self.n_all: int | None = None  # how many messages there are, once the writer has closed
+        self.failure: str | None = None  # why it has, if it failed
         self.is_struck = False
 
     def begin(self, start: int) -> None:
@@ -1227,6 +1237,7 @@ class RemoteReader(_Link):
         self.start: int | None = None
         self.session = secrets.randbits(64)  # what names this attachment
         self._failure: tuple[type[ShmcastError], str] | None = None
+        self.failure: str | None = None  # of this end, which the writer is to be told
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes]
         self._connect_at = 0.0
@@ -1322,6 +1333,10 @@ class RemoteReader(_Link):
         """Have what follows sent to the relay alone; or, with None, what is missing to this end."""
         self.ring.relayed = relayed
         self._loop.wake()
+
+    def say_failed(self, text: str) -> None:
+        """Have the writer told why this reader can't attach or is about to leave."""
+        self.failure = text
 
     def close(self) -> None:
         """Leave; never waits."""
