@@ -601,14 +601,8 @@ class WriterControl:
                 if self._is_starved:  # what can't be accepted now would end each poll
                     self._poller.remove(self._listener.fileno())
                     if not was_starved:
-                        reason = error.strerror
-                        say(
-                            lambda: _log.warning(
-                                "writer @%s can't accept a reader: %s (RLIMIT_NOFILE)",
-                                self.address,
-                                reason,
-                            )
-                        )
+                        text = f"writer @{self.address} can't accept a reader: {error.strerror}"
+                        say(lambda: _log.warning("%s (RLIMIT_NOFILE)", text))
                 return
             accepted.setblocking(False)
             pid, uid = peer_of(accepted)

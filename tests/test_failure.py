@@ -553,6 +553,7 @@ def test_no_room_to_attach(start_child: StartChild, kind: int, most: int, expect
             assert 1 == reader.dequeue(PATIENCE_S)
 
 
+@pytest.mark.usefixtures("only_in_calls")
 def test_no_room_for_descriptors(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -574,15 +575,16 @@ def test_no_room_for_descriptors(
             queue.wait_until_ready(PATIENCE_S)
 
 
+@pytest.mark.usefixtures("only_in_calls")
 def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader of another version tells the writer so before it goes."""
     with MessageQueue(QueueConfig()) as queue:
         reader = MessageQueue.create_from_handle(queue.export_handle(), 0)
         queue._step()
         monkeypatch.setattr(layout_module, "_VERSION", 99)
-        with pytest.raises(ShmcastError, match="this one reads 99"), reader:
+        with pytest.raises(ShmcastError, match="this version of shmcast reads 99"), reader:
             reader.wait_until_ready(PATIENCE_S)
-        with pytest.raises(QueueNotReady, match=r"could not attach: .*this one reads 99"):
+        with pytest.raises(QueueNotReady, match=r"could not attach: .*shmcast reads 99"):
             queue.wait_until_ready(0)
 
 

@@ -597,6 +597,7 @@ def test_last_reader_leaves_an_evicting_writer(make_queue: MakeQueue, attach: At
     assert 0 == queue.stats().losses
 
 
+@pytest.mark.usefixtures("only_in_calls")
 def test_reader_leaves_before_it_is_admitted(make_writer: MakeWriter, attach: Attach) -> None:
     """A claim that is withdrawn at any step leaves the rank free, and its first messages there."""
     for step in range(3):
