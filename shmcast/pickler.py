@@ -41,8 +41,8 @@ _PROTOCOL: Final = 5
 _KEPT_STREAM_BYTES: Final = 1024
 
 _Reduced = tuple[Any, ...]
-#: A pickler's `dump` and `clear_memo`, and the lists that it fills: stream parts and buffers.
-_Kept = tuple[Callable[[object], None], Callable[[], None], list[bytes], list[memoryview]]
+#: A pickler's `dump` and `clear_memo`, and what it fills: the list of stream parts and the sink.
+_Kept = tuple[Callable[[object], None], Callable[[], None], list[bytes], "_BufferSink"]
 
 
 class _DispatchTable:
@@ -55,14 +55,20 @@ class _DispatchTable:
 
     def __init__(self, reduce_exact_tensor: Callable[[torch.Tensor], _Reduced]) -> None:
         self._reduce_exact_tensor = reduce_exact_tensor
+        self._tensor_class: type | None = None  # torch's, once that is imported
 
     def __getitem__(self, cls: type) -> Callable[[Any], Any]:
         registered = copyreg.dispatch_table.get(cls)
         if registered is not None:
             return registered
-        tensor_class = getattr(sys.modules.get("torch"), "Tensor", None)
-        if tensor_class is not None and issubclass(cls, tensor_class):
-            return self._reduce_exact_tensor if cls is tensor_class else _reduce_tensor_subclass
+        if cls is self._tensor_class:
+            return self._reduce_exact_tensor
+        if self._tensor_class is None:
+            self._tensor_class = getattr(sys.modules.get("torch"), "Tensor", None)
+            if self._tensor_class is not None:
+                return self[cls]
+        elif issubclass(cls, self._tensor_class):
+            return _reduce_tensor_subclass
         raise KeyError(cls)
 
 
@@ -90,7 +96,8 @@ class Pickler:
     ) -> None:
         self._threshold_bytes = max(oob_threshold_bytes, 1)
         # No method: the queue's memory would stay until the garbage collector finds the cycle.
-        reduce = functools.partial(_reduce_by_size, self._threshold_bytes, allocate)
+        allocate_by_size = functools.partial(_allocate_by_size, self._threshold_bytes, allocate)
+        reduce = functools.partial(reduce_tensor, allocate=allocate_by_size)
         self._table = _DispatchTable(reduce_exact_tensor or reduce)
         self._kept: _Kept | None = None
 
@@ -98,44 +105,42 @@ class Pickler:
         """
         The stream of `obj` in parts, and its out-of-band buffers as memoryviews of bytes.
 
-        The views pin their memory: whoever owns it cannot resize it while they live. The lists are
+        The views pin their memory: whoever owns it cannot resize it while they live. The parts are
         good until the next call.
         """
         kept = self._kept or self._new()
         # Dropped while in use: after an error, or a signal at any line, its memo would refer to
         # what was never sent.
         self._kept = None
-        dump, clear_memo, parts, buffers = kept
+        dump, clear_memo, parts, sink = kept
         parts.clear()
         dump(obj)
-        # Not with buffers: views of views that are garbage in a cycle crash Python (before 3.13).
-        if len(parts) == 1 and not buffers and len(parts[0]) <= _KEPT_STREAM_BYTES:
+        # A kept pickler refers to no views: with it they could become part of a garbage cycle, and
+        # views of views in one crash Python (before 3.13).
+        buffers, sink.buffers = sink.buffers, []
+        if len(parts) == 1 and len(parts[0]) <= _KEPT_STREAM_BYTES:
             clear_memo()
             self._kept = kept
         return parts, buffers
 
     def _new(self) -> _Kept:
         stream = StreamParts()
-        buffers: list[memoryview] = []
-        sink = _BufferSink(buffers, self._threshold_bytes)
+        sink = _BufferSink(self._threshold_bytes)
         pickler = pickle.Pickler(stream, _PROTOCOL, buffer_callback=sink)
         pickler.dispatch_table = self._table  # type: ignore[assignment]  # wants a Mapping
-        return pickler.dump, pickler.clear_memo, stream.parts, buffers
+        return pickler.dump, pickler.clear_memo, stream.parts, sink
 
 
-def _reduce_by_size(
-    threshold_bytes: int, allocate: Callable[[int], Any], tensor: torch.Tensor
-) -> _Reduced:
-    """Reduce a tensor; memory for one that leaves the stream is asked of `allocate`."""
-    is_large = tensor.numel() * tensor.element_size() >= threshold_bytes
-    return reduce_tensor(tensor, allocate if is_large else new_bytearray)
+def _allocate_by_size(threshold_bytes: int, allocate: Callable[[int], Any], n_bytes: int) -> Any:
+    """Memory for a tensor; for one that leaves the stream it is asked of `allocate`."""
+    return allocate(n_bytes) if n_bytes >= threshold_bytes else new_bytearray(n_bytes)
 
 
 class _BufferSink:
     """Takes the large buffers out of the stream; pickle asks it for each one."""
 
-    def __init__(self, buffers: list[memoryview], threshold_bytes: int) -> None:
-        self._buffers = buffers
+    def __init__(self, threshold_bytes: int) -> None:
+        self.buffers: list[memoryview] = []
         self._threshold_bytes = threshold_bytes
 
     def __call__(self, buffer: pickle.PickleBuffer) -> bool:
@@ -146,7 +151,7 @@ class _BufferSink:
             return True
         if raw.nbytes < self._threshold_bytes:
             return True
-        self._buffers.append(raw)
+        self.buffers.append(raw)
         return False
 
 
@@ -257,21 +262,20 @@ def reduce_tensor(tensor: torch.Tensor, allocate: Callable[[int], Any] = new_byt
         return _reduce_as_torch_does(tensor)
     shape = tuple(tensor.shape)
     strides: tuple[int, ...] | None = tensor.stride()
-    item_bytes = tensor.element_size()
-    size_bytes = item_bytes * math.prod(shape)
     memory: Any
-    if _is_dense(shape, tensor.stride()):
-        # The storage, since a tensor may get another one before its bytes are copied.
-        memory = Memory(tensor.data_ptr(), size_bytes, tensor.untyped_storage())
-    else:
-        memory = allocate(size_bytes)
+    if strides == _geometry(shape)[1]:
+        strides = None
+    elif not _is_dense(shape, tensor.stride()):
+        item_bytes = tensor.element_size()
+        memory = allocate(tensor.nbytes)
         # No dimension of length 1: what is left are fewer than 64.
         steps = [step for step in zip(shape, tensor.stride(), strict=True) if step[0] != 1]
         lengths, distances = zip(*steps, strict=True)
         copy_strided(memory, tensor.data_ptr(), lengths, distances, item_bytes)
-        strides = None
-    dtype_name = str(tensor.dtype).removeprefix("torch.")
-    return rebuild_tensor, (pickle.PickleBuffer(memory), shape, strides, dtype_name)
+        return rebuild_tensor, (pickle.PickleBuffer(memory), shape, None, _name_of(tensor.dtype))
+    # The storage, since a tensor may get another one before its bytes are copied.
+    memory = Memory(tensor.data_ptr(), tensor.nbytes, tensor.untyped_storage())
+    return rebuild_tensor, (pickle.PickleBuffer(memory), shape, strides, _name_of(tensor.dtype))
 
 
 def rebuild_tensor(
@@ -296,12 +300,13 @@ def rebuild_tensor(
     if not isinstance(dtype, torch.dtype):
         raise ProtocolError(f"a tensor came with dtype {dtype_name!r}, which this torch has not")
     view = memoryview(buffer)
-    if min(shape, default=0) < 0 or view.nbytes != dtype.itemsize * math.prod(shape):
+    n_items, contiguous_strides = _geometry(shape)
+    if view.nbytes != dtype.itemsize * n_items:
         raise ProtocolError(
             f"a tensor of shape {shape} and dtype {dtype_name} came with {view.nbytes} bytes"
         )
     if strides is None:
-        strides = _contiguous_strides(shape)
+        strides = contiguous_strides
     elif len(strides) != len(shape) or not _is_dense(shape, strides):
         raise ProtocolError(f"a tensor of shape {shape} came with strides {strides}")
     if view.nbytes == 0:  # `frombuffer` refuses it
@@ -309,7 +314,10 @@ def rebuild_tensor(
     # torch keeps the object that it is given, not the buffer. A view's owner lives as long as the
     # view does; the view itself has no other user.
     memory = bytearray(view) if view.readonly else view
-    return torch.frombuffer(memory, dtype=dtype).as_strided_(shape, strides)
+    tensor = torch.frombuffer(memory, dtype=dtype)
+    if n_items and strides == (1,):  # it is so already
+        return tensor
+    return tensor.as_strided_(shape, strides)
 
 
 def rebuild_parameter(data: torch.Tensor, requires_grad: bool) -> torch.nn.Parameter:
@@ -319,14 +327,43 @@ def rebuild_parameter(data: torch.Tensor, requires_grad: bool) -> torch.nn.Param
     return torch.nn.Parameter(data, requires_grad)
 
 
+@functools.cache
+def _dispatch_keys() -> tuple[Callable[[torch.Tensor], object], tuple[object, ...]]:
+    """
+    What tells a tensor's dispatch keys, and those of plain tensors: of usual and inference ones.
+
+    A tensor has a key for everything that torch's operators have to treat in a way of its own. Not
+    found out with a tensor, since the caller may be in any mode of torch's.
+    """
+    import torch
+
+    try:
+        key, key_set = torch._C.DispatchKey, torch._C.DispatchKeySet
+        inference = key_set(key.CPU).add(key.AutocastCPU)
+        usual = inference.add(key.AutogradCPU).add(key.ADInplaceOrView)
+        return torch._C._dispatch_keys, (usual, inference)
+    except AttributeError:  # of a torch that has none of this
+        return id, ()
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether the bytes, shape, strides and dtype are all that there is to this tensor."""
+    keys_of, plain = _dispatch_keys()
+    return (
+        (keys_of(tensor) in plain or _is_plain_kind(tensor))
+        and not tensor.requires_grad
+        and not tensor.__dict__
+        and _is_backed(tensor)
+    )
+
+
+def _is_plain_kind(tensor: torch.Tensor) -> bool:
+    """Whether a tensor with unknown dispatch keys is a plain one nevertheless."""
     import torch
 
     return (
         tensor.layout is torch.strided
         and tensor.device.type == "cpu"
-        and not tensor.requires_grad
         and not tensor.is_quantized
         and not tensor.is_nested
         and not tensor.is_conj()
@@ -334,21 +371,41 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and not tensor._is_zerotensor()
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and not torch._is_functional_tensor(tensor)
-        and not tensor.__dict__
         and not any(getattr(tensor, "names", ()))
-        and _is_backed(tensor)
     )
 
 
 def _is_backed(tensor: torch.Tensor) -> bool:
     """Whether its storage reaches as far as its elements; `resize_` may have taken it away."""
-    if tensor.numel() == 0:
+    n_items, first = tensor.numel(), tensor.storage_offset()
+    if n_items == 0:
         return True
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last_item = tensor.storage_offset() + sum((length - 1) * stride for length, stride in steps)
-    return (last_item + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()
+    if tensor.is_contiguous():
+        end = first + n_items
+    else:
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        end = first + 1 + sum((length - 1) * stride for length, stride in steps)
+    return end * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.lru_cache(1024)
+def _geometry(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """How many items this shape has, -1 if it is none, and the strides of a contiguous tensor."""
+    strides: list[int] = []
+    step = 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    n_items = -1 if min(shape, default=0) < 0 else math.prod(shape)
+    return n_items, tuple(reversed(strides))
+
+
+@functools.lru_cache(1024)
 def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether the elements fill a range of memory without gaps, in whatever order."""
     expected = 1
@@ -361,15 +418,6 @@ def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
             return False
         expected *= length
     return True
-
-
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for length in reversed(shape):
-        strides.append(step)
-        step *= max(length, 1)
-    return tuple(reversed(strides))
 
 
 def _reduce_tensor_subclass(tensor: torch.Tensor) -> _Reduced:
