@@ -10,22 +10,33 @@ from __future__ import annotations
 import bisect
 import mmap
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import attrs
 
-from shmcast._ring import Draft, RingWriter, address_of, new_bytearray
+from shmcast._ring import BUFFER_ALIGNMENT, Draft, RingWriter, address_of, new_bytearray
 from shmcast.errors import MessageTooLarge
 from shmcast.layout import Layout, round_up
 
-__all__ = ["LEAST_BLOCK_BYTES", "Arena", "Block"]
+__all__ = ["LEAST_BLOCK_BYTES", "LEAST_SHARED_BYTES", "Arena", "Block", "Places"]
 
-#: A smaller buffer is copied out of its chunk sooner than it would be leased and given up.
+#: `empty` makes no smaller tensor in a block of its own.
 LEAST_BLOCK_BYTES: Final = 64 * 1024
+
+# Buffers of one message share blocks, since each block costs the writer and every reader some µs.
+# Who keeps one buffer keeps its block, so a block is small beside each that lies in it.
+_MOST_SHARED_BYTES: Final = 1024**2
+_LEAST_SHARE: Final = 16
+#: A smaller buffer lies in the image, and is copied out of it sooner than it would be leased.
+LEAST_SHARED_BYTES: Final = 8 * 1024
 
 #: Who holds the block of a draft besides the readers.
 _WRITER: Final = -1
+
+#: Where each buffer of a message lies: the offset in the data file and the block's slot; None for
+#: one in the image.
+Places = list[tuple[int, int] | None]
 
 _MOST_AHEAD_BYTES: Final = 64 * 1024**2  # is reserved more than is needed now
 
@@ -160,6 +171,49 @@ class Arena:
             return None
         block = self.pending[draft.offset] = self._in_use[draft.offset]
         return block
+
+    def place(self, buffers: Sequence[memoryview]) -> tuple[Places, list[Block]] | None:
+        """
+        Copy the buffers of a message into blocks, but for small ones; None if there are too few.
+
+        A buffer that is kept keeps its block. So those that share one have each at least a 16th of
+        it, and it has at most 1 MiB.
+
+        Returns:
+            Where each buffer lies, and the blocks.
+        """
+        places: Places = [None] * len(buffers)
+        blocks: list[Block] = []
+        rooms: list[list[int]] = []  # which buffers share a block
+        end_bytes = most_bytes = 0
+        for index, buffer in enumerate(buffers):
+            n_bytes = len(buffer)
+            if n_bytes < LEAST_SHARED_BYTES:
+                continue
+            block = self.block_of(buffer) if n_bytes >= LEAST_BLOCK_BYTES else None
+            if block is not None:
+                places[index] = block.offset, block.slot
+                blocks.append(block)
+                continue
+            start_bytes = round_up(end_bytes, BUFFER_ALIGNMENT)
+            most_bytes = min(most_bytes, _LEAST_SHARE * n_bytes)
+            if start_bytes + n_bytes > most_bytes:
+                rooms.append([])
+                start_bytes, most_bytes = 0, min(_MOST_SHARED_BYTES, _LEAST_SHARE * n_bytes)
+            rooms[-1].append(index)
+            end_bytes = start_bytes + n_bytes
+        for room in rooms:
+            lengths = [round_up(len(buffers[index]), BUFFER_ALIGNMENT) for index in room]
+            block = self.allocate(sum(lengths))
+            if block is None:
+                return None
+            offset = block.offset
+            for index, length in zip(room, lengths, strict=True):
+                self._ring.copy_to_block(offset, buffers[index])
+                places[index] = offset, block.slot
+                offset += length
+            blocks.append(block)
+        return places, blocks
 
     def assign(self, blocks: Iterable[Block], use: int, ranks: Iterable[int]) -> None:
         """Say for which use blocks of the message on its way are, and who has to give them up."""

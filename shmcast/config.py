@@ -201,7 +201,8 @@ class QueueConfig:
         chunk_bytes: the size of a chunk. A message that does not fit one travels by a memory file.
         n_chunks: how many messages fit into the ring, from 1.
         oob_threshold_bytes: a buffer this large or larger leaves the pickle stream; 0 means every
-            buffer that is not empty. It may exceed `chunk_bytes`.
+            buffer that is not empty. It may exceed `chunk_bytes`. A message's further buffers leave
+            it too when its stream has kept 64 KiB of smaller ones.
         arena_bytes: the size of the arena for large buffers; 0 turns it off. No effect yet.
         receive: how a reader gets large buffers, "private" or "copy". No effect yet.
         spin_us: for how many microseconds an end polls before it sleeps; 0 sleeps at once.

@@ -48,8 +48,8 @@ buffer, the stream, then those buffers that have no block of their own, at multi
 image that does not fit a chunk lies in a block, or in a memory file of its own. It is written and
 parsed in `_ring` alone.
 
-A block is whole pages of the arena and holds one buffer, or one image. While it is in use it has a
-slot in the table of given-up words. A use is the number of its message + 1.
+A block is whole pages of the arena and holds one buffer, some that share it, or one image. While it
+is in use it has a slot in the table of given-up words. A use is the number of its message + 1.
 """
 
 from __future__ import annotations

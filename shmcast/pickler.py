@@ -35,6 +35,9 @@ __all__ = [
 ]
 
 _PROTOCOL: Final = 5
+#: How many bytes of buffers a stream keeps before all further ones leave it too: what stays is
+#: copied into the stream, into the chunk, out of it and out of the stream.
+MOST_KEPT_BYTES: Final = 64 * 1024
 #: A kept pickler is thrown away after a longer stream: clearing the memo of a large one costs every
 #: later message (739 µs after one of 300,000 strings). A stream this short has a memo of 32 KiB at
 #: most, and for a longer one a new pickler does not matter.
@@ -114,6 +117,7 @@ class Pickler:
         self._kept = None
         dump, clear_memo, parts, sink = kept
         parts.clear()
+        sink.kept_bytes = 0
         dump(obj)
         # A kept pickler refers to no views: with it they could become part of a garbage cycle, and
         # views of views in one crash Python (before 3.13).
@@ -141,6 +145,7 @@ class _BufferSink:
 
     def __init__(self, threshold_bytes: int) -> None:
         self.buffers: list[memoryview] = []
+        self.kept_bytes = 0
         self._threshold_bytes = threshold_bytes
 
     def __call__(self, buffer: pickle.PickleBuffer) -> bool:
@@ -149,7 +154,9 @@ class _BufferSink:
             raw = buffer.raw()
         except BufferError:  # not contiguous: it stays, and pickle says so in its own words
             return True
-        if raw.nbytes < self._threshold_bytes:
+        n_bytes = raw.nbytes
+        if n_bytes < self._threshold_bytes and (self.kept_bytes < MOST_KEPT_BYTES or n_bytes == 0):
+            self.kept_bytes += n_bytes
             return True
         self.buffers.append(raw)
         return False

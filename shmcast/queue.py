@@ -258,9 +258,9 @@ class _Message:
     Attributes:
         stream: its parts.
         buffers: those that left the stream.
-        places: the place of each buffer's block, or None for one that is in the image; empty if
+        places: where each buffer lies in a block, or None for one that is in the image; empty if
             no buffer has a block.
-        blocks: these blocks, and that of the image.
+        blocks: the message's blocks, that of the image too.
         image_bytes: the size of its image, without what lies in blocks.
         image_place: of the block of an image that is too large for a chunk.
         is_in_file: whether the image goes into a memory file.
@@ -679,38 +679,19 @@ class MessageQueue(_QueueEnd):
         """
         chunk_bytes = self._config.chunk_bytes
         self._arena.reclaim()
-        has_blocks = self._place_buffers(message)
-        if not has_blocks:
-            message.places.clear()
-            message.blocks.clear()
+        placed = self._arena.place(message.buffers)
+        message.places, message.blocks = placed or ([], [])
+        has_blocks = placed is not None
         message.image_bytes = image_bytes(message.stream, message.buffers, message.places)
-        if message.image_bytes <= chunk_bytes:
-            return
-        block = self._arena.allocate(message.image_bytes) if has_blocks else None
-        if block is not None:
-            message.image_place = block.offset, block.slot
-            message.blocks.append(block)
-            return
-        message.places.clear()
-        message.blocks.clear()
-        message.image_bytes = image_bytes(message.stream, message.buffers)
-        message.is_in_file = message.image_bytes > chunk_bytes
-
-    def _place_buffers(self, message: _Message) -> bool:
-        """Copy the large buffers into blocks; whether there were enough."""
-        for buffer in message.buffers:
-            block = self._arena.block_of(buffer)
-            if block is None and len(buffer) >= LEAST_BLOCK_BYTES:
-                block = self._arena.allocate(len(buffer))
-                if block is None:
-                    return False
-                self._ring.copy_to_block(block.offset, buffer)
-            if block is None:
-                message.places.append(None)
-            else:
-                message.places.append((block.offset, block.slot))
+        if message.image_bytes > chunk_bytes and has_blocks:
+            block = self._arena.allocate(message.image_bytes)
+            if block is not None:
+                message.image_place = block.offset, block.slot
                 message.blocks.append(block)
-        return True
+            else:
+                has_blocks, message.places, message.blocks = False, [], []
+                message.image_bytes = image_bytes(message.stream, message.buffers)
+        message.is_in_file = not has_blocks and message.image_bytes > chunk_bytes
 
     def _publish(self, message: _Message, wait: _Wait) -> None:
         """Wait for a chunk and publish a message that has been placed."""

@@ -1097,8 +1097,11 @@ def _through(payload: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("n_bytes", [400, 20_000, 80_000])
 @pytest.mark.parametrize("path", _PATHS)
-def test_nobody_shares_memory(make_queue: MakeQueue, path: str, n_bytes: int) -> None:
+def test_nobody_shares_memory(
+    make_queue: MakeQueue, path: str, n_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Caller and readers may overwrite what they have, on each path: none sees another."""
+    monkeypatch.setattr(pickler_module, "MOST_KEPT_BYTES", _NEVER)
     queue, readers = make_queue(n_readers=2, **_PATHS[path])
     expected = _contents(_payload(n_bytes, 1))
     sent = _payload(n_bytes, 1)
