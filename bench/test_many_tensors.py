@@ -80,4 +80,45 @@ def test_many_tensors(
     )
     torch.set_num_threads(n_threads)
     connected.end()
-    assert connected.queue.closed
+
+
+@pytest.mark.parametrize("size_mib", [512])
+def test_larger_than_the_arena(connect: Connect, side_by_side: SideBySide, size_mib: int) -> None:
+    """A state dict that goes into a memory file of its own, until both readers have touched it."""
+    message = {f"layer {number}": torch.randn(4 * KIB * KIB) for number in range(size_mib // 16)}
+    warm = [tensor.clone() for tensor in message.values()]
+    checksum = checksum_of(message.values())
+    connected = connect("touch", n_readers=2, settings={"arena_bytes": "256 MiB"})
+
+    def broadcast() -> float:
+        start_ns = time.perf_counter_ns()
+        connected.queue.enqueue(message)
+        touched_ns = max(reader.dequeue()[1] for reader in connected.readers)
+        connected.queue.enqueue("check")
+        assert [checksum] * 2 == [reader.dequeue() for reader in connected.readers]
+        return (touched_ns - start_ns) / 1e9
+
+    def memcpy() -> float:
+        start_ns = time.perf_counter_ns()
+        for mine, theirs in zip(warm, message.values(), strict=True):
+            mine.copy_(theirs)
+        return (time.perf_counter_ns() - start_ns) / 1e9
+
+    def fresh_memcpy() -> float:
+        start_ns = time.perf_counter_ns()
+        clones = [tensor.clone() for tensor in message.values()]
+        taken_ns = time.perf_counter_ns() - start_ns
+        del clones
+        return taken_ns / 1e9
+
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    side_by_side(
+        f"{size_mib} MiB in a file, to 2",
+        broadcast,
+        {"one warm memcpy": memcpy, "one memcpy to new memory": fresh_memcpy},
+        blocks=5,
+        target="1.5 x one warm memcpy",
+    )
+    torch.set_num_threads(n_threads)
+    connected.end()

@@ -202,18 +202,33 @@ class Arena:
                 start_bytes, most_bytes = 0, min(_MOST_SHARED_BYTES, _LEAST_SHARE * n_bytes)
             rooms[-1].append(index)
             end_bytes = start_bytes + n_bytes
-        for room in rooms:
-            lengths = [round_up(len(buffers[index]), BUFFER_ALIGNMENT) for index in room]
-            block = self.allocate(sum(lengths))
-            if block is None:
-                return None
+        lengths = [
+            [round_up(len(buffers[index]), BUFFER_ALIGNMENT) for index in room] for room in rooms
+        ]
+        shared = self._allocate_all([sum(of_room) for of_room in lengths])
+        if shared is None:
+            return None
+        for block, room, of_room in zip(shared, rooms, lengths, strict=True):
             offset = block.offset
-            for index, length in zip(room, lengths, strict=True):
+            for index, length in zip(room, of_room, strict=True):
                 self._ring.copy_to_block(offset, buffers[index])
                 places[index] = offset, block.slot
                 offset += length
+        return places, [*blocks, *shared]
+
+    def _allocate_all(self, sizes: Sequence[int]) -> list[Block] | None:
+        """Blocks of these sizes, or None: found out before memory is reserved for any."""
+        self._mend()
+        needed_bytes = sum(round_up(n_bytes, mmap.PAGESIZE) for n_bytes in sizes)
+        if needed_bytes > sum(free_bytes for _, free_bytes in self._free):
+            return None
+        blocks = []
+        for n_bytes in sizes:
+            block = self.allocate(n_bytes)
+            if block is None:
+                return None
             blocks.append(block)
-        return places, blocks
+        return blocks
 
     def assign(self, blocks: Iterable[Block], use: int, ranks: Iterable[int]) -> None:
         """Say for which use blocks of the message on its way are, and who has to give them up."""

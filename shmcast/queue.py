@@ -80,6 +80,7 @@ _log = logging.getLogger("shmcast.queue")
 _LOOK_PAUSE_NS: Final = 10_000_000  # a publishing writer looks around at most this often
 _JOIN_S: Final = 0.2  # how long a relay's answer is waited for
 _JOIN_PAUSE_S: Final = 1.0
+_MOST_COPIED_BYTES: Final = 1024**2  # a larger buffer is not copied out of a message's file
 _NUMBER_BYTES: Final = 8  # before each stream that a relay passes on
 _FIRST_PROBE_S: Final = 0.001  # who has waited for less does not ask who is alive
 # A sleep is cut in slices only to notice a death; a wake-up never depends on it. Slices of 10 ms
@@ -1278,8 +1279,8 @@ class MessageReader(_QueueEnd):
         for buffer in buffers:
             self._ring.count_buffer(len(buffer))
         self._fallbacks += 1
-        # A small buffer that is kept would keep the whole file.
-        most_bytes = len(memoryview(image)) // 8
+        # A buffer that is kept keeps the whole file.
+        most_bytes = min(len(memoryview(image)) // 8, _MOST_COPIED_BYTES)
         own = [buffer if len(buffer) > most_bytes else bytearray(buffer) for buffer in buffers]
         return stream, own
 

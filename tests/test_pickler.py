@@ -1823,7 +1823,8 @@ def test_the_memory_of_a_message_is_forgotten() -> None:
         except ValueError as error:
             error.__traceback__ = None
         del sent, tensor
-        pickler.dumps("next")
+        stream, buffers = pickler.dumps("next")
+        assert ("next", []) == (loads(b"".join(stream)), buffers)
         gc.collect()
         assert freed() is None
 
