@@ -217,7 +217,10 @@ class Arena:
         return places, [*blocks, *shared]
 
     def _allocate_all(self, sizes: Sequence[int]) -> list[Block] | None:
-        """Blocks of these sizes, or None: found out before memory is reserved for any."""
+        """Blocks of these sizes, or None; found out before memory is reserved for any."""
+        if not sizes:
+            return []
+        self.reclaim()
         self._mend()
         needed_bytes = sum(round_up(n_bytes, mmap.PAGESIZE) for n_bytes in sizes)
         if needed_bytes > sum(free_bytes for _, free_bytes in self._free):

@@ -384,15 +384,14 @@ def _is_plain_kind(tensor: torch.Tensor) -> bool:
 
 def _is_backed(tensor: torch.Tensor) -> bool:
     """Whether its storage reaches as far as its elements; `resize_` may have taken it away."""
-    n_items, first = tensor.numel(), tensor.storage_offset()
-    if n_items == 0:
-        return True
+    n_bytes, item_bytes = tensor.nbytes, tensor.element_size()
+    end_bytes = tensor.storage_offset() * item_bytes
     if tensor.is_contiguous():
-        end = first + n_items
+        end_bytes += n_bytes
     else:
         steps = zip(tensor.shape, tensor.stride(), strict=True)
-        end = first + 1 + sum((length - 1) * stride for length, stride in steps)
-    return end * tensor.element_size() <= tensor.untyped_storage().nbytes()
+        end_bytes += (1 + sum((length - 1) * stride for length, stride in steps)) * item_bytes
+    return n_bytes == 0 or end_bytes <= tensor.untyped_storage().nbytes()
 
 
 @functools.cache

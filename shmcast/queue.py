@@ -665,7 +665,7 @@ class MessageQueue(_QueueEnd):
         message = _Message(stream, buffers)
         try:
             self._place(message)
-            self._publish(message, _Wait(deadline, self._config.warn_after_s, self._spin_ns))
+            self._publish(message, deadline)
             self._hand_on()
         finally:
             self._images.pop(self._ring.messages, None)  # of one that was not published
@@ -679,12 +679,12 @@ class MessageQueue(_QueueEnd):
         If there are not enough blocks, all of the message goes another way.
         """
         chunk_bytes = self._config.chunk_bytes
-        self._arena.reclaim()
         placed = self._arena.place(message.buffers)
         message.places, message.blocks = placed or ([], [])
         has_blocks = placed is not None
         message.image_bytes = image_bytes(message.stream, message.buffers, message.places)
         if message.image_bytes > chunk_bytes and has_blocks:
+            self._arena.reclaim()
             block = self._arena.allocate(message.image_bytes)
             if block is not None:
                 message.image_place = block.offset, block.slot
@@ -694,8 +694,9 @@ class MessageQueue(_QueueEnd):
                 message.image_bytes = image_bytes(message.stream, message.buffers)
         message.is_in_file = not has_blocks and message.image_bytes > chunk_bytes
 
-    def _publish(self, message: _Message, wait: _Wait) -> None:
+    def _publish(self, message: _Message, deadline: float) -> None:
         """Wait for a chunk and publish a message that has been placed."""
+        wait: _Wait | None = None  # one that need not wait asks for no time
         is_elsewhere = message.is_in_file or message.image_place is not None
         needed_bytes = IMAGE_HEADER_BYTES if is_elsewhere else message.image_bytes
         has_looked = False
@@ -704,8 +705,10 @@ class MessageQueue(_QueueEnd):
                 case Claim.DONE:
                     if self._publish_claimed(message):
                         return
+                    wait = wait or self._new_wait(deadline)
                     self._pause(wait, for_chunk=False)
                 case Claim.FULL:
+                    wait = wait or self._new_wait(deadline)
                     self._pause(wait, for_chunk=True)
                 case Claim.LOOK:
                     self._look(self._config.on_reader_loss)
@@ -719,6 +722,9 @@ class MessageQueue(_QueueEnd):
                         f"died; wait_until_ready waits until they attach again",
                         self._ranks,
                     )
+
+    def _new_wait(self, deadline: float) -> _Wait:
+        return _Wait(deadline, self._config.warn_after_s, self._spin_ns)
 
     def _publish_claimed(self, message: _Message) -> bool:
         """Publish into the claimed chunk. False if there is no room for its file for now."""
