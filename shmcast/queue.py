@@ -1146,6 +1146,10 @@ class MessageReader(_QueueEnd):
         """
         The next message. It is the caller's own, whatever becomes of the queue.
 
+        A tensor that is kept keeps the block that it shares with its neighbours in the message, up
+        to 16 times its own size. Of a message in a memory file, one above 1 MiB or an eighth of the
+        file keeps the file. Smaller ones are copied out, as are all below 8 KiB.
+
         Args:
             timeout: in seconds; None waits for ever, 0 tries once.
 
