@@ -10,6 +10,7 @@ from typing_extensions import Buffer, disjoint_base
 
 from shmcast.segment import Segment
 
+BUFFER_ALIGNMENT: Final[int]
 IMAGE_HEADER_BYTES: Final[int]
 
 class Claim(IntEnum):

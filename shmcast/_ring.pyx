@@ -14,8 +14,9 @@ memory file, is written and parsed here alone::
     └──────────┴──────┴──────────────┴───────────┴──────┴─────────────────┴────────┴─ ─┴──────────
       8 bytes    8      8              8           8      24 a buffer            at multiples of 64
 
-A buffer with a block of its own has the block's offset in the data file and its slot in the table;
-any other has 0 there and lies in the image. Where `kind` says that the image lies elsewhere, the
+A buffer in a block has its offset in the data file and the block's slot in the table; any other has
+0 there and lies in the image. Buffers that share a block follow each other in it, from its start on
+and at multiples of 64. Where `kind` says that the image lies elsewhere, the
 chunk ends after the header. In a block: `stream_bytes` is its offset in the data file, `n_buffers`
 the image's size, `slot` the block's. In a memory file: `stream_bytes` is its nonce.
 """
@@ -311,8 +312,10 @@ if watch_forks(at_fork):
     raise MemoryError("pthread_atfork failed")
 
 
-cdef enum:
+cpdef enum:
     BUFFER_ALIGNMENT = 64
+
+cdef enum:
     POLLS_PER_CLOCK = 64          # about a microsecond of pauses
     GIL_COPY_BYTES = 16384        # a shorter copy costs less than giving up the GIL
     KIND_HERE = 1
@@ -340,7 +343,7 @@ cdef struct ImageHeader:
 
 cdef struct BufferEntry:
     uint64_t length
-    uint64_t offset                # of its block in the data file; 0: it lies in the image
+    uint64_t offset                # in the data file, in a block; 0: it lies in the image
     uint64_t slot
 
 
@@ -430,13 +433,35 @@ cdef int64_t image_size(list stream, list buffers, list places) except -1:
     return <int64_t>size_bytes
 
 
+cdef uint64_t head_bytes(list buffers) noexcept:
+    return sizeof(ImageHeader) + sizeof(BufferEntry) * <uint64_t>PyList_GET_SIZE(buffers)
+
+
+cdef int fill_head(char *head, uint64_t sequence, uint64_t stream_bytes, list buffers,
+                   list places) except -1:
+    """Write the first part of an image, its header and the table."""
+    cdef ImageHeader *header = <ImageHeader *>head
+    cdef BufferEntry *table = <BufferEntry *>(head + sizeof(ImageHeader))
+    cdef Py_ssize_t index, n_buffers = PyList_GET_SIZE(buffers)
+    header.sequence = sequence
+    header.kind = KIND_HERE
+    header.stream_bytes = stream_bytes
+    header.n_buffers = <uint64_t>n_buffers
+    header.slot = 0
+    for index in range(n_buffers):
+        table[index].length = <uint64_t>buffer_of(buffers, index).len
+        if has_block(places, index):
+            table[index].offset, table[index].slot = places[index]
+        else:
+            table[index].offset = table[index].slot = 0
+    return 0
+
+
 cdef int fill_image(char *image, uint64_t sequence, list stream, list buffers,
                     list places) except -1:
     """Write an image; `image_size` bytes are there. The lists pin their members."""
-    cdef ImageHeader *header = <ImageHeader *>image
-    cdef Py_ssize_t index, length, n_buffers = PyList_GET_SIZE(buffers)
-    cdef BufferEntry *table = <BufferEntry *>(image + sizeof(ImageHeader))
-    cdef uint64_t start = sizeof(ImageHeader) + sizeof(BufferEntry) * <uint64_t>n_buffers
+    cdef Py_ssize_t index, length
+    cdef uint64_t start = head_bytes(buffers)
     cdef uint64_t offset = start
     cdef Py_buffer *view
     for index in range(PyList_GET_SIZE(stream)):
@@ -444,21 +469,13 @@ cdef int fill_image(char *image, uint64_t sequence, list stream, list buffers,
         length = PyBytes_GET_SIZE(part)
         copy(image + offset, PyBytes_AS_STRING(part), <size_t>length)
         offset += <uint64_t>length
-    header.sequence = sequence
-    header.kind = KIND_HERE
-    header.stream_bytes = offset - start
-    header.n_buffers = <uint64_t>n_buffers
-    header.slot = 0
-    for index in range(n_buffers):
-        view = buffer_of(buffers, index)
-        table[index].length = <uint64_t>view.len
-        if has_block(places, index):
-            table[index].offset, table[index].slot = places[index]
-            continue
-        table[index].offset = table[index].slot = 0
-        offset = aligned(offset)
-        copy(image + offset, <const char *>view.buf, <size_t>view.len)
-        offset += <uint64_t>view.len
+    fill_head(image, sequence, offset - start, buffers, places)
+    for index in range(PyList_GET_SIZE(buffers)):
+        if not has_block(places, index):
+            view = buffer_of(buffers, index)
+            offset = aligned(offset)
+            copy(image + offset, <const char *>view.buf, <size_t>view.len)
+            offset += <uint64_t>view.len
     return 0
 
 
@@ -507,9 +524,28 @@ cdef object image_ranges(const char *image, uint64_t limit_bytes, uint64_t seque
 cdef int check_block(uint64_t offset, uint64_t length, uint64_t slot, uint64_t arena_offset,
                      uint64_t data_bytes, uint64_t n_slots) except -1:
     if (offset < arena_offset or offset > data_bytes or length > data_bytes - offset
-            or offset % PAGE_BYTES or slot >= n_slots):
+            or offset % BUFFER_ALIGNMENT or slot >= n_slots):
         raise damaged(f"a block of {length} bytes at {offset}, slot {slot}")
     return 0
+
+
+cdef dict block_spans(list ranges):
+    """
+    From where to where each block of these ranges is used, by slot.
+
+    None if ranges of one slot do not follow each other: of a block that is leased twice, the first
+    lease to end would give up the other's too.
+    """
+    cdef dict spans = {}
+    cdef uint64_t offset, length
+    for offset, length, slot in ranges:
+        if slot < 0:
+            continue
+        start, end = spans.get(slot, (offset, offset))
+        if offset != aligned(end) or start % PAGE_BYTES:
+            return None
+        spans[slot] = start, offset + length
+    return spans
 
 
 def image_bytes(list stream not None, list buffers not None, list places=None):
@@ -523,29 +559,20 @@ def image_pieces(uint64_t sequence, list stream not None, list buffers not None)
 
     `image_bytes` says where it ends.
     """
-    cdef ImageHeader header
-    cdef uint64_t length, start = sizeof(ImageHeader) + sizeof(BufferEntry) * <uint64_t>len(buffers)
+    cdef uint64_t start = head_bytes(buffers)
     cdef uint64_t offset = start
     cdef Py_ssize_t index
-    entries = bytearray(sizeof(BufferEntry) * len(buffers))
-    cdef BufferEntry *table = <BufferEntry *>PyByteArray_AS_STRING(entries)
-    pieces = []
+    head = bytearray(start)
+    pieces = [(0, head)]
     for part in stream:
         pieces.append((offset, part))
         offset += <uint64_t>len(part)
-    header.sequence = sequence
-    header.kind = KIND_HERE
-    header.stream_bytes = offset - start
-    header.n_buffers = <uint64_t>len(buffers)
-    header.slot = 0
+    fill_head(PyByteArray_AS_STRING(head), sequence, offset - start, buffers, NO_PLACES)
     for index in range(len(buffers)):
-        length = <uint64_t>buffer_of(buffers, index).len
-        table[index].length = length
         offset = aligned(offset)
         pieces.append((offset, buffers[index]))
-        offset += length
-    head = PyBytes_FromStringAndSize(<const char *>&header, sizeof(ImageHeader)) + bytes(entries)
-    return [(0, head), *pieces]
+        offset += <uint64_t>buffer_of(buffers, index).len
+    return pieces
 
 
 def read_image(image not None, uint64_t sequence):
@@ -1905,14 +1932,11 @@ cdef class RingReader(_End):
             if self._is_struck():
                 return None
             raise
-        # Of one block that is leased twice the first lease to end would give up the other's too.
-        slots = [slot for _, _, slot in ranges if slot >= 0]
-        if is_in_block:
-            slots.append(header.slot)
-        if len(set(slots)) < len(slots):
+        spans = block_spans(ranges)
+        if spans is None or (is_in_block and header.slot in spans):
             return self._damaged("two buffers with one slot")
         is_leased = self._can_lease()
-        self.copied_slots = []
+        self.copied_slots = [] if is_leased else list(spans)
         offset, length, _ = ranges[0]
         self.taken_bytes = length
         if is_in_block and is_leased:
@@ -1923,15 +1947,18 @@ cdef class RingReader(_End):
             stream = self._stream(image + offset, length)
             if is_in_block:
                 self.copied_slots.append(header.slot)
+        if is_leased:
+            for slot, (start, end) in spans.items():
+                spans[slot] = start, self._lease(start, end - start, slot)
         buffers = []
         for offset, length, slot in ranges[1:]:
             if slot < 0:
                 buffers.append(self._copied(image + offset, length))
             elif is_leased:
-                buffers.append(self._lease(offset, length, slot))
+                start, lease = spans[slot]
+                buffers.append(lease[offset - <uint64_t>start : offset - <uint64_t>start + length])
             else:
                 buffers.append(self._copied(self.data + offset, length))
-                self.copied_slots.append(slot)
             self.count_buffer(length)
         taken = stream, buffers
         if is_leased:
@@ -2018,7 +2045,7 @@ cdef class RingReader(_End):
         if header.kind != KIND_FILE:
             ranges = image_ranges(image, limit_bytes, self.cursor, self.arena_offset,
                                   self.data_bytes, self.n_slots)
-            self.copied_slots += [slot for _, _, slot in ranges if slot >= 0]
+            self.copied_slots += {slot for _, _, slot in ranges if slot >= 0}
         return self.release()
 
     cdef void _wake_writer(self) noexcept nogil:

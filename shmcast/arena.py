@@ -10,22 +10,33 @@ from __future__ import annotations
 import bisect
 import mmap
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import attrs
 
-from shmcast._ring import Draft, RingWriter, address_of, new_bytearray
+from shmcast._ring import BUFFER_ALIGNMENT, Draft, RingWriter, address_of, new_bytearray
 from shmcast.errors import MessageTooLarge
 from shmcast.layout import Layout, round_up
 
-__all__ = ["LEAST_BLOCK_BYTES", "Arena", "Block"]
+__all__ = ["LEAST_BLOCK_BYTES", "LEAST_SHARED_BYTES", "Arena", "Block", "Places"]
 
-#: Copying a smaller buffer out of its chunk is faster than leasing it and giving it up.
+#: `empty` makes no smaller tensor in a block of its own.
 LEAST_BLOCK_BYTES: Final = 64 * 1024
+
+# Buffers of one message share blocks, since each block costs the writer and every reader some µs.
+# Who keeps one buffer keeps its block, so a block is small beside each that lies in it.
+_MOST_SHARED_BYTES: Final = 1024**2
+_LEAST_SHARE: Final = 16
+#: A smaller buffer lies in the image, and is copied out of it sooner than it would be leased.
+LEAST_SHARED_BYTES: Final = 8 * 1024
 
 #: The holder, besides the readers, of a draft's block.
 _WRITER: Final = -1
+
+#: Where each buffer of a message lies: the offset in the data file and the block's slot; None for
+#: one in the image.
+Places = list[tuple[int, int] | None]
 
 _MOST_AHEAD_BYTES: Final = 64 * 1024**2  # reserved beyond what is needed now
 
@@ -160,6 +171,67 @@ class Arena:
             return None
         block = self.pending[draft.offset] = self._in_use[draft.offset]
         return block
+
+    def place(self, buffers: Sequence[memoryview]) -> tuple[Places, list[Block]] | None:
+        """
+        Copy the buffers of a message into blocks, but for small ones; None if there are too few.
+
+        A buffer that is kept keeps its block. So those that share one have each at least a 16th of
+        it, and it has at most 1 MiB.
+
+        Returns:
+            Where each buffer lies, and the blocks.
+        """
+        places: Places = [None] * len(buffers)
+        blocks: list[Block] = []
+        rooms: list[list[int]] = []  # which buffers share a block
+        end_bytes = most_bytes = 0
+        for index, buffer in enumerate(buffers):
+            n_bytes = len(buffer)
+            if n_bytes < LEAST_SHARED_BYTES:
+                continue
+            block = self.block_of(buffer) if n_bytes >= LEAST_BLOCK_BYTES else None
+            if block is not None:
+                places[index] = block.offset, block.slot
+                blocks.append(block)
+                continue
+            start_bytes = round_up(end_bytes, BUFFER_ALIGNMENT)
+            most_bytes = min(most_bytes, _LEAST_SHARE * n_bytes)
+            if start_bytes + n_bytes > most_bytes:
+                rooms.append([])
+                start_bytes, most_bytes = 0, min(_MOST_SHARED_BYTES, _LEAST_SHARE * n_bytes)
+            rooms[-1].append(index)
+            end_bytes = start_bytes + n_bytes
+        lengths = [
+            [round_up(len(buffers[index]), BUFFER_ALIGNMENT) for index in room] for room in rooms
+        ]
+        shared = self._allocate_all([sum(of_room) for of_room in lengths])
+        if shared is None:
+            return None
+        for block, room, of_room in zip(shared, rooms, lengths, strict=True):
+            offset = block.offset
+            for index, length in zip(room, of_room, strict=True):
+                self._ring.copy_to_block(offset, buffers[index])
+                places[index] = offset, block.slot
+                offset += length
+        return places, [*blocks, *shared]
+
+    def _allocate_all(self, sizes: Sequence[int]) -> list[Block] | None:
+        """Blocks of these sizes, or None; found out before memory is reserved for any."""
+        if not sizes:
+            return []
+        self.reclaim()
+        self._mend()
+        needed_bytes = sum(round_up(n_bytes, mmap.PAGESIZE) for n_bytes in sizes)
+        if needed_bytes > sum(free_bytes for _, free_bytes in self._free):
+            return None
+        blocks = []
+        for n_bytes in sizes:
+            block = self.allocate(n_bytes)
+            if block is None:
+                return None
+            blocks.append(block)
+        return blocks
 
     def assign(self, blocks: Iterable[Block], use: int, ranks: Iterable[int]) -> None:
         """Record which use the blocks are for, and which ranks have to give them up."""

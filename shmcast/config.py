@@ -207,7 +207,8 @@ class QueueConfig:
             none is free, into a memory file of its own.
         n_chunks: how many messages the ring holds, at least 1.
         oob_threshold_bytes: buffers of at least this size leave the pickle stream; 0 means every
-            non-empty buffer. It may exceed `chunk_bytes`.
+            non-empty buffer. It may exceed `chunk_bytes`. The further buffers of a message leave
+            it too once its stream has kept 64 KiB of smaller ones.
         arena_bytes: the size of the arena for large buffers; 0 turns it off, and they go into the
             chunk or a memory file.
         receive: how a reader gets large buffers: "private" maps them copy-on-write; "copy" copies

@@ -50,8 +50,8 @@ the stream, then the buffers that have no block of their own, at multiples of 64
 that does not fit a chunk is in a block, or in a memory file of its own. Only `_ring` writes and
 parses images.
 
-A block is whole pages of the arena and holds one buffer, or one image. While in use it has a slot
-in the table of given-up words. A use is the number of its message + 1.
+A block is whole pages of the arena and holds one buffer, some that share it, or one image. While it
+is in use it has a slot in the table of given-up words. A use is the number of its message + 1.
 """
 
 from __future__ import annotations

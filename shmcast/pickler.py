@@ -34,14 +34,17 @@ __all__ = [
 ]
 
 _PROTOCOL: Final = 5
+#: How many bytes of buffers a stream keeps before all further ones leave it too: what stays is
+#: copied into the stream, into the chunk, out of it and out of the stream.
+MOST_KEPT_BYTES: Final = 64 * 1024
 #: A kept pickler is thrown away after a longer stream: clearing a large memo costs every later
 #: message (739 µs after one of 300,000 strings). A stream this short has a memo of 32 KiB at most,
 #: and next to a longer one a new pickler costs nothing.
 _KEPT_STREAM_BYTES: Final = 1024
 
 _Reduced = tuple[Any, ...]
-#: A pickler's `dump` and `clear_memo`, and the lists that it fills: stream parts and buffers.
-_Kept = tuple[Callable[[object], None], Callable[[], None], list[bytes], list[memoryview]]
+#: A pickler's `dump` and `clear_memo`, and what it fills: the list of stream parts and the sink.
+_Kept = tuple[Callable[[object], None], Callable[[], None], list[bytes], "_BufferSink"]
 
 
 class _DispatchTable:
@@ -54,14 +57,20 @@ class _DispatchTable:
 
     def __init__(self, reduce_exact_tensor: Callable[[torch.Tensor], _Reduced]) -> None:
         self._reduce_exact_tensor = reduce_exact_tensor
+        self._tensor_class: type | None = None  # torch's, once that is imported
 
     def __getitem__(self, cls: type) -> Callable[[Any], Any]:
         registered = copyreg.dispatch_table.get(cls)
         if registered is not None:
             return registered
-        tensor_class = getattr(sys.modules.get("torch"), "Tensor", None)
-        if tensor_class is not None and issubclass(cls, tensor_class):
-            return self._reduce_exact_tensor if cls is tensor_class else _reduce_tensor_subclass
+        if cls is self._tensor_class:
+            return self._reduce_exact_tensor
+        if self._tensor_class is None:
+            self._tensor_class = getattr(sys.modules.get("torch"), "Tensor", None)
+            if self._tensor_class is not None:
+                return self[cls]
+        elif issubclass(cls, self._tensor_class):
+            return _reduce_tensor_subclass
         raise KeyError(cls)
 
 
@@ -89,7 +98,8 @@ class Pickler:
     ) -> None:
         self._threshold_bytes = max(oob_threshold_bytes, 1)
         # Not a bound method: that cycle would keep the queue's memory until it is collected.
-        reduce = functools.partial(_reduce_by_size, self._threshold_bytes, allocate)
+        allocate_by_size = functools.partial(_allocate_by_size, self._threshold_bytes, allocate)
+        reduce = functools.partial(reduce_tensor, allocate=allocate_by_size)
         self._table = _DispatchTable(reduce_exact_tensor or reduce)
         self._kept: _Kept | None = None
 
@@ -97,44 +107,44 @@ class Pickler:
         """
         The stream of `obj` in parts, and its out-of-band buffers as memoryviews of bytes.
 
-        The views pin their memory, which its owner can't resize while they live. The lists are
+        The views pin their memory, which its owner can't resize while they live. The parts are
         valid until the next call.
         """
         kept = self._kept or self._new()
         # Not kept while in use: after an error, or a signal at any line, its memo would refer to
         # objects that were never sent.
         self._kept = None
-        dump, clear_memo, parts, buffers = kept
+        dump, clear_memo, parts, sink = kept
         parts.clear()
+        sink.kept_bytes = 0
         dump(obj)
-        # Not with buffers: before 3.13, collecting a cycle with views of views crashes Python.
-        if len(parts) == 1 and not buffers and len(parts[0]) <= _KEPT_STREAM_BYTES:
+        # A kept pickler refers to no views: with it they could become part of a garbage cycle, and
+        # views of views in one crash Python (before 3.13).
+        buffers, sink.buffers = sink.buffers, []
+        if len(parts) == 1 and len(parts[0]) <= _KEPT_STREAM_BYTES:
             clear_memo()
             self._kept = kept
         return parts, buffers
 
     def _new(self) -> _Kept:
         stream = StreamParts()
-        buffers: list[memoryview] = []
-        sink = _BufferSink(buffers, self._threshold_bytes)
+        sink = _BufferSink(self._threshold_bytes)
         pickler = pickle.Pickler(stream, _PROTOCOL, buffer_callback=sink)
         pickler.dispatch_table = self._table  # type: ignore[assignment]  # wants a Mapping
-        return pickler.dump, pickler.clear_memo, stream.parts, buffers
+        return pickler.dump, pickler.clear_memo, stream.parts, sink
 
 
-def _reduce_by_size(
-    threshold_bytes: int, allocate: Callable[[int], Any], tensor: torch.Tensor
-) -> _Reduced:
-    """Reduce a tensor; `allocate` makes the memory for one that leaves the stream."""
-    is_large = tensor.numel() * tensor.element_size() >= threshold_bytes
-    return reduce_tensor(tensor, allocate if is_large else new_bytearray)
+def _allocate_by_size(threshold_bytes: int, allocate: Callable[[int], Any], n_bytes: int) -> Any:
+    """Memory for a tensor; for one that leaves the stream it is asked of `allocate`."""
+    return allocate(n_bytes) if n_bytes >= threshold_bytes else new_bytearray(n_bytes)
 
 
 class _BufferSink:
     """Takes large buffers out of the stream; pickle calls it for each buffer."""
 
-    def __init__(self, buffers: list[memoryview], threshold_bytes: int) -> None:
-        self._buffers = buffers
+    def __init__(self, threshold_bytes: int) -> None:
+        self.buffers: list[memoryview] = []
+        self.kept_bytes = 0
         self._threshold_bytes = threshold_bytes
 
     def __call__(self, buffer: pickle.PickleBuffer) -> bool:
@@ -143,9 +153,11 @@ class _BufferSink:
             raw = buffer.raw()
         except BufferError:  # not contiguous: it stays, and pickle raises its own error
             return True
-        if raw.nbytes < self._threshold_bytes:
+        n_bytes = raw.nbytes
+        if n_bytes < self._threshold_bytes and (self.kept_bytes < MOST_KEPT_BYTES or n_bytes == 0):
+            self.kept_bytes += n_bytes
             return True
-        self._buffers.append(raw)
+        self.buffers.append(raw)
         return False
 
 
@@ -256,21 +268,20 @@ def reduce_tensor(tensor: torch.Tensor, allocate: Callable[[int], Any] = new_byt
         return _reduce_as_torch_does(tensor)
     shape = tuple(tensor.shape)
     strides: tuple[int, ...] | None = tensor.stride()
-    item_bytes = tensor.element_size()
-    size_bytes = item_bytes * math.prod(shape)
     memory: Any
-    if _is_dense(shape, tensor.stride()):
-        # Pins the storage, since the tensor may get another one before its bytes are copied.
-        memory = Memory(tensor.data_ptr(), size_bytes, tensor.untyped_storage())
-    else:
-        memory = allocate(size_bytes)
-        # Without dimensions of length 1 there are fewer than 64.
+    if strides == _geometry(shape)[1]:
+        strides = None
+    elif not _is_dense(shape, tensor.stride()):
+        item_bytes = tensor.element_size()
+        memory = allocate(tensor.nbytes)
+        # No dimension of length 1: what is left are fewer than 64.
         steps = [step for step in zip(shape, tensor.stride(), strict=True) if step[0] != 1]
         lengths, distances = zip(*steps, strict=True)
         copy_strided(memory, tensor.data_ptr(), lengths, distances, item_bytes)
-        strides = None
-    dtype_name = str(tensor.dtype).removeprefix("torch.")
-    return rebuild_tensor, (pickle.PickleBuffer(memory), shape, strides, dtype_name)
+        return rebuild_tensor, (pickle.PickleBuffer(memory), shape, None, _name_of(tensor.dtype))
+    # The storage, since a tensor may get another one before its bytes are copied.
+    memory = Memory(tensor.data_ptr(), tensor.nbytes, tensor.untyped_storage())
+    return rebuild_tensor, (pickle.PickleBuffer(memory), shape, strides, _name_of(tensor.dtype))
 
 
 def rebuild_tensor(
@@ -295,12 +306,13 @@ def rebuild_tensor(
     if not isinstance(dtype, torch.dtype):
         raise ProtocolError(f"a tensor came with dtype {dtype_name!r}, which this torch lacks")
     view = memoryview(buffer)
-    if min(shape, default=0) < 0 or view.nbytes != dtype.itemsize * math.prod(shape):
+    n_items, contiguous_strides = _geometry(shape)
+    if view.nbytes != dtype.itemsize * n_items:
         raise ProtocolError(
             f"a tensor of shape {shape} and dtype {dtype_name} came with {view.nbytes} bytes"
         )
     if strides is None:
-        strides = _contiguous_strides(shape)
+        strides = contiguous_strides
     elif len(strides) != len(shape) or not _is_dense(shape, strides):
         raise ProtocolError(f"a tensor of shape {shape} came with strides {strides}")
     if view.nbytes == 0:  # which `frombuffer` refuses
@@ -308,7 +320,10 @@ def rebuild_tensor(
     # torch keeps the object that it is given, not the buffer: here the view, which keeps its owner
     # alive.
     memory = bytearray(view) if view.readonly else view
-    return torch.frombuffer(memory, dtype=dtype).as_strided_(shape, strides)
+    tensor = torch.frombuffer(memory, dtype=dtype)
+    if n_items and strides == (1,):  # it is so already
+        return tensor
+    return tensor.as_strided_(shape, strides)
 
 
 def rebuild_parameter(data: torch.Tensor, requires_grad: bool) -> torch.nn.Parameter:
@@ -318,14 +333,43 @@ def rebuild_parameter(data: torch.Tensor, requires_grad: bool) -> torch.nn.Param
     return torch.nn.Parameter(data, requires_grad)
 
 
+@functools.cache
+def _dispatch_keys() -> tuple[Callable[[torch.Tensor], object], tuple[object, ...]]:
+    """
+    What tells a tensor's dispatch keys, and those of plain tensors: of usual and inference ones.
+
+    A tensor has a key for everything that torch's operators have to treat in a way of its own. Not
+    found out with a tensor, since the caller may be in any mode of torch's.
+    """
+    import torch
+
+    try:
+        key, key_set = torch._C.DispatchKey, torch._C.DispatchKeySet
+        inference = key_set(key.CPU).add(key.AutocastCPU)
+        usual = inference.add(key.AutogradCPU).add(key.ADInplaceOrView)
+        return torch._C._dispatch_keys, (usual, inference)
+    except AttributeError:  # of a torch that has none of this
+        return id, ()
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether bytes, shape, strides and dtype are all there is to this tensor."""
+    """Whether the bytes, shape, strides and dtype are all that there is to this tensor."""
+    keys_of, plain = _dispatch_keys()
+    return (
+        (keys_of(tensor) in plain or _is_plain_kind(tensor))
+        and not tensor.requires_grad
+        and not tensor.__dict__
+        and _is_backed(tensor)
+    )
+
+
+def _is_plain_kind(tensor: torch.Tensor) -> bool:
+    """Whether a tensor with unknown dispatch keys is a plain one nevertheless."""
     import torch
 
     return (
         tensor.layout is torch.strided
         and tensor.device.type == "cpu"
-        and not tensor.requires_grad
         and not tensor.is_quantized
         and not tensor.is_nested
         and not tensor.is_conj()
@@ -333,21 +377,40 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and not tensor._is_zerotensor()
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and not torch._is_functional_tensor(tensor)
-        and not tensor.__dict__
         and not any(getattr(tensor, "names", ()))
-        and _is_backed(tensor)
     )
 
 
 def _is_backed(tensor: torch.Tensor) -> bool:
-    """Whether its storage covers all its elements; `resize_` may have shrunk it."""
-    if tensor.numel() == 0:
-        return True
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last_item = tensor.storage_offset() + sum((length - 1) * stride for length, stride in steps)
-    return (last_item + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()
+    """Whether its storage reaches as far as its elements; `resize_` may have taken it away."""
+    n_bytes, item_bytes = tensor.nbytes, tensor.element_size()
+    end_bytes = tensor.storage_offset() * item_bytes
+    if tensor.is_contiguous():
+        end_bytes += n_bytes
+    else:
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        end_bytes += (1 + sum((length - 1) * stride for length, stride in steps)) * item_bytes
+    return n_bytes == 0 or end_bytes <= tensor.untyped_storage().nbytes()
 
 
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.lru_cache(1024)
+def _geometry(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """How many items this shape has, -1 if it is none, and the strides of a contiguous tensor."""
+    strides: list[int] = []
+    step = 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    n_items = -1 if min(shape, default=0) < 0 else math.prod(shape)
+    return n_items, tuple(reversed(strides))
+
+
+@functools.lru_cache(1024)
 def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether the elements fill a range of memory without gaps, in any order."""
     expected = 1
@@ -360,15 +423,6 @@ def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
             return False
         expected *= length
     return True
-
-
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for length in reversed(shape):
-        strides.append(step)
-        step *= max(length, 1)
-    return tuple(reversed(strides))
 
 
 def _reduce_tensor_subclass(tensor: torch.Tensor) -> _Reduced:

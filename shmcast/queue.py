@@ -87,6 +87,7 @@ _log = logging.getLogger("shmcast.queue")
 _LOOK_PAUSE_NS: Final = 10_000_000  # a publishing writer looks around at most this often
 _JOIN_S: Final = 0.2  # how long a relay's answer is waited for
 _JOIN_PAUSE_S: Final = 1.0
+_MOST_COPIED_BYTES: Final = 1024**2  # a larger buffer is not copied out of a message's file
 _NUMBER_BYTES: Final = 8  # before each stream that a relay passes on
 _FIRST_PROBE_S: Final = 0.001  # who has waited for less does not ask who is alive
 # A sleep is cut in slices only to notice what nobody tells; a wake-up never depends on it. An end
@@ -284,9 +285,9 @@ class _Message:
     Attributes:
         stream: its parts.
         buffers: those that left the stream.
-        places: the place of each buffer's block, or None for one that is in the image; empty if
+        places: where each buffer lies in a block, or None for one that is in the image; empty if
             no buffer has a block.
-        blocks: these blocks, and that of the image.
+        blocks: the message's blocks, that of the image too.
         image_bytes: the size of its image, without what lies in blocks.
         image_place: of the block of an image that is too large for a chunk.
         is_in_file: whether the image goes into a memory file.
@@ -792,7 +793,7 @@ class MessageQueue(_QueueEnd):
         message = _Message(stream, buffers)
         try:
             self._place(message)
-            self._publish(message, _Wait(deadline, self._config.warn_after_s, self._spin_ns))
+            self._publish(message, deadline)
             self._hand_on()
         finally:
             self._images.pop(self._ring.messages, None)  # of one that was not published
@@ -806,42 +807,24 @@ class MessageQueue(_QueueEnd):
         If there are not enough blocks, all of the message goes another way.
         """
         chunk_bytes = self._config.chunk_bytes
-        self._arena.reclaim()
-        has_blocks = self._place_buffers(message)
-        if not has_blocks:
-            message.places.clear()
-            message.blocks.clear()
+        placed = self._arena.place(message.buffers)
+        message.places, message.blocks = placed or ([], [])
+        has_blocks = placed is not None
         message.image_bytes = image_bytes(message.stream, message.buffers, message.places)
-        if message.image_bytes <= chunk_bytes:
-            return
-        block = self._arena.allocate(message.image_bytes) if has_blocks else None
-        if block is not None:
-            message.image_place = block.offset, block.slot
-            message.blocks.append(block)
-            return
-        message.places.clear()
-        message.blocks.clear()
-        message.image_bytes = image_bytes(message.stream, message.buffers)
-        message.is_in_file = message.image_bytes > chunk_bytes
-
-    def _place_buffers(self, message: _Message) -> bool:
-        """Copy the large buffers into blocks; whether there were enough."""
-        for buffer in message.buffers:
-            block = self._arena.block_of(buffer)
-            if block is None and len(buffer) >= LEAST_BLOCK_BYTES:
-                block = self._arena.allocate(len(buffer))
-                if block is None:
-                    return False
-                self._ring.copy_to_block(block.offset, buffer)
-            if block is None:
-                message.places.append(None)
-            else:
-                message.places.append((block.offset, block.slot))
+        if message.image_bytes > chunk_bytes and has_blocks:
+            self._arena.reclaim()
+            block = self._arena.allocate(message.image_bytes)
+            if block is not None:
+                message.image_place = block.offset, block.slot
                 message.blocks.append(block)
-        return True
+            else:
+                has_blocks, message.places, message.blocks = False, [], []
+                message.image_bytes = image_bytes(message.stream, message.buffers)
+        message.is_in_file = not has_blocks and message.image_bytes > chunk_bytes
 
-    def _publish(self, message: _Message, wait: _Wait) -> None:
+    def _publish(self, message: _Message, deadline: float) -> None:
         """Wait for a chunk and publish a message that has been placed."""
+        wait: _Wait | None = None  # one that need not wait asks for no time
         is_elsewhere = message.is_in_file or message.image_place is not None
         needed_bytes = IMAGE_HEADER_BYTES if is_elsewhere else message.image_bytes
         has_looked = False
@@ -850,8 +833,10 @@ class MessageQueue(_QueueEnd):
                 case Claim.DONE:
                     if self._publish_claimed(message):
                         return
+                    wait = wait or self._new_wait(deadline)
                     self._pause(wait, for_chunk=False)
                 case Claim.FULL:
+                    wait = wait or self._new_wait(deadline)
                     self._pause(wait, for_chunk=True)
                 case Claim.LOOK:
                     self._look()
@@ -869,6 +854,9 @@ class MessageQueue(_QueueEnd):
                     )
                 case claim:
                     raise AssertionError(f"{claim!r} of {needed_bytes} bytes in a chunk")
+
+    def _new_wait(self, deadline: float) -> _Wait:
+        return _Wait(deadline, self._config.warn_after_s, self._spin_ns)
 
     def _publish_claimed(self, message: _Message) -> bool:
         """Publish into the claimed chunk. False if there is no room for its file for now."""
@@ -1407,6 +1395,10 @@ class MessageReader(_QueueEnd):
         """
         The next message. It is the caller's own, whatever becomes of the queue.
 
+        A tensor that is kept keeps the block that it shares with its neighbours in the message, up
+        to 16 times its own size. Of a message in a memory file, one above 1 MiB or an eighth of the
+        file keeps the file. Smaller ones are copied out, as are all below 8 KiB.
+
         Args:
             timeout: in seconds; None waits for ever, 0 tries once.
 
@@ -1562,8 +1554,8 @@ class MessageReader(_QueueEnd):
         for buffer in buffers:
             self._ring.count_buffer(len(buffer))
         self._fallbacks += 1
-        # A small buffer that is kept would keep the whole file.
-        most_bytes = len(memoryview(image)) // 8
+        # A buffer that is kept keeps the whole file.
+        most_bytes = min(len(memoryview(image)) // 8, _MOST_COPIED_BYTES)
         own = [buffer if len(buffer) > most_bytes else bytearray(buffer) for buffer in buffers]
         return stream, own
 

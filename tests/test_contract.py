@@ -33,7 +33,7 @@ from shmcast import (
     ShmcastError,
 )
 from shmcast._ring import image_bytes
-from shmcast.arena import LEAST_BLOCK_BYTES
+from shmcast.arena import LEAST_BLOCK_BYTES, LEAST_SHARED_BYTES
 from shmcast.pickler import Pickler
 from shmcast.queue import QueueStats
 
@@ -349,6 +349,7 @@ def sizes_at_the_edges(chunk_bytes: int, threshold_bytes: int) -> st.SearchStrat
     edges = [0, 1, 63, 64, 65]
     for edge in (
         threshold_bytes,
+        LEAST_SHARED_BYTES,
         LEAST_BLOCK_BYTES,
         chunk_bytes,
         chunk_bytes - 128,
@@ -426,7 +427,7 @@ def test_contract_under_pressure(
     """An arena that is full now and then keeps the contract: some messages go by memory files."""
     choice = random.Random(8)
     # The last one never fits.
-    edges = [LEAST_BLOCK_BYTES + more for more in (-1, 0, 1, PAGE, 3 * PAGE + 5, 50 * PAGE)]
+    edges = [LEAST_SHARED_BYTES + more for more in (-1, 0, 1, PAGE, 3 * PAGE + 5, 50 * PAGE)]
     plan = Plan(
         seed=9,
         n_readers=2,
@@ -490,7 +491,8 @@ def test_edges_of_a_chunk(chunk_bytes: int, n_chunks: int, spin_us: int, arena_b
                 queue.enqueue(plan.expected(index))
                 assert print_of(plan.expected(index)) == print_of(reader.dequeue(PATIENCE_S))
                 stats = queue.stats()
-                expected = (is_large, 0) if arena_bytes else (0, is_large)
+                leaves_image = threshold_bytes == 500 and chunk_bytes > LEAST_SHARED_BYTES
+                expected = (is_large or leaves_image, 0) if arena_bytes else (0, is_large)
                 assert expected == (stats.blocks_in_use, stats.fallbacks)
 
 
@@ -524,11 +526,11 @@ def test_edges_of_the_threshold(threshold_bytes: int, chunk_bytes: int, arena_by
 
 @pytest.mark.parametrize("receive", ["private", "copy"])
 def test_edges_of_a_block(receive: Literal["private", "copy"]) -> None:
-    """A buffer gets a block from LEAST_BLOCK_BYTES on, of as many whole pages as it needs."""
+    """A buffer gets a block from LEAST_SHARED_BYTES on, of as many whole pages as it needs."""
     config = QueueConfig(
         n_chunks=2, chunk_bytes="1 MiB", oob_threshold_bytes=0, arena_bytes="1 MiB", receive=receive
     )
-    least_pages = LEAST_BLOCK_BYTES // PAGE
+    least_pages = LEAST_SHARED_BYTES // PAGE
     with MessageQueue(config) as queue, MessageReader(queue.export_handle(), 0) as reader:
         for kind in ("buffer", "tensor", "array", "strided"):
             for more_bytes, n_pages in (
@@ -538,7 +540,7 @@ def test_edges_of_a_block(receive: Literal["private", "copy"]) -> None:
                 (PAGE, least_pages + 1),
                 (PAGE + 16, least_pages + 2),
             ):
-                message = new_message("0", kind, LEAST_BLOCK_BYTES + more_bytes)
+                message = new_message("0", kind, LEAST_SHARED_BYTES + more_bytes)
                 queue.enqueue(message)
                 stats = queue.stats()
                 expected = (1 if n_pages else 0, n_pages * PAGE, 0)
@@ -548,7 +550,7 @@ def test_edges_of_a_block(receive: Literal["private", "copy"]) -> None:
                     stats.fallbacks,
                 )
                 assert print_of(message) == print_of(reader.dequeue(PATIENCE_S))
-                queue.enqueue(new_message("0", "buffer", 2 * LEAST_BLOCK_BYTES))  # it looks
+                queue.enqueue(new_message("0", "buffer", 2 * LEAST_SHARED_BYTES))  # it looks
                 reader.dequeue(PATIENCE_S)
                 assert 1 == queue.stats().blocks_in_use
                 queue._arena.reclaim()

@@ -50,7 +50,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarn
 
 PAGE = mmap.PAGESIZE
 MIB = 1024**2
-BLOCK_BYTES = 4 * LEAST_BLOCK_BYTES  # what most tensors here have
+BLOCK_BYTES = 10 * LEAST_BLOCK_BYTES  # what most tensors here have: too much to share a block
 
 #: Every buffer that is worth a block gets one; chunks and arena are small.
 SMALL: dict[str, Any] = {

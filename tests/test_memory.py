@@ -72,6 +72,26 @@ def test_memory_of_a_tensor(start_child: StartChild, n_pages_written: int) -> No
     child.pipe.send("end")
 
 
+def test_memory_of_a_message_in_a_file(make_queue: MakeQueue) -> None:
+    """A message larger than the arena is one copy: its readers copy only what is small in it."""
+    sent = {f"layer {number}": torch.full((MIB,), number) for number in range(16)}
+    sent |= {f"bias {number}": torch.full((1000,), number) for number in range(16)}
+    queue, readers = make_queue(n_readers=2, arena_bytes="64 MiB")
+    queue.enqueue("what is loaded the first time")
+    for reader in readers:
+        reader.dequeue(PATIENCE_S)
+    before_mib, in_files_mib = memory_mib("RssAnon"), file_mib()
+    queue.enqueue(sent, PATIENCE_S)
+    received = [reader.dequeue(PATIENCE_S) for reader in readers]
+    assert 1 == queue.stats().fallbacks
+    for message in received:
+        assert all(torch.equal(tensor, message[name]) for name, tensor in sent.items())
+    assert memory_mib("RssAnon") - before_mib < 0.05 * 128
+    assert file_mib() - in_files_mib < 1  # no block was reserved for what does not fit
+    received[0]["layer 3"].fill_(-1)
+    assert torch.equal(sent["layer 3"], received[1]["layer 3"])
+
+
 def test_closing_frees_the_memory(make_queue: MakeQueue) -> None:
     """The memory goes with `close`, and not when the garbage collector comes by."""
 

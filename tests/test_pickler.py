@@ -404,6 +404,50 @@ def test_other_tensors_go_as_torch_does(kind: str, threshold_bytes: int) -> None
     assert _outcome(_as_pickle_alone, make) == ours
 
 
+@pytest.fixture(params=["dispatch keys", "no dispatch keys"])
+def with_and_without_keys(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Once with this torch's dispatch keys, once as with a torch that does not tell them."""
+    pickler_module._dispatch_keys.cache_clear()
+    if request.param == "no dispatch keys":
+        monkeypatch.delattr(torch._C, "_dispatch_keys")
+    pickler_module._dispatch_keys()
+    yield
+    pickler_module._dispatch_keys.cache_clear()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.usefixtures("with_and_without_keys")
+def test_every_kind_of_tensor_is_told_apart() -> None:
+    """What a tensor is besides its bytes is noticed by its dispatch keys and without them."""
+    plain = {"inference", "lazy clone", "conj, whole"}
+    for kind, make in _FALLBACKS.items():
+        sent = make()
+        if type(sent) is torch.Tensor:
+            assert (kind, kind in plain) == (kind, pickler_module._is_plain(sent))
+
+
+def test_this_torch_has_the_keys_of_plain_tensors() -> None:
+    """The keys that count as plain are those of this torch's plain tensors, whatever the mode."""
+    pickler_module._dispatch_keys.cache_clear()
+    with torch.inference_mode(), torch.device("meta"):
+        keys_of, plain = pickler_module._dispatch_keys()
+    assert plain == (keys_of(torch.ones(2)), keys_of(_inference_tensor()))
+
+
+@pytest.mark.usefixtures("with_and_without_keys")
+@pytest.mark.parametrize("wrapper", ["grad", "vmap", "functionalize"])
+def test_wrapped_tensors_are_told_apart(wrapper: str) -> None:
+    """A tensor that one of torch.func's transforms has wrapped is not taken for a plain one."""
+
+    def inside(wrapped: torch.Tensor) -> torch.Tensor:
+        assert not pickler_module._is_plain(wrapped)
+        return wrapped.sum()
+
+    getattr(torch.func, wrapper)(inside)(torch.ones(3))
+
+
 def test_jagged_tensors_go_as_torch_does() -> None:
     """A nested tensor of the jagged layout arrives with its values and offsets."""
     sent = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)], layout=torch.jagged)
@@ -457,6 +501,7 @@ def test_fake_tensors_spoil_nothing() -> None:
 
     leaf = torch.ones(3, requires_grad=True)
     with FakeTensorMode():
+        _same_as_alone(torch.ones(3))
         alone = pickle.dumps(leaf, 5)
         ours = b"".join(Pickler(_NEVER).dumps(leaf)[0])
     assert _described(pickle.loads(alone)) == _described(loads(ours))
@@ -1052,8 +1097,11 @@ def _through(payload: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("n_bytes", [400, 20_000, 80_000])
 @pytest.mark.parametrize("path", _PATHS)
-def test_nobody_shares_memory(make_queue: MakeQueue, path: str, n_bytes: int) -> None:
+def test_nobody_shares_memory(
+    make_queue: MakeQueue, path: str, n_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Caller and readers may overwrite what they have, on each path: none sees another."""
+    monkeypatch.setattr(pickler_module, "MOST_KEPT_BYTES", _NEVER)
     queue, readers = make_queue(n_readers=2, **_PATHS[path])
     expected = _contents(_payload(n_bytes, 1))
     sent = _payload(n_bytes, 1)
@@ -1719,6 +1767,22 @@ def test_the_pickler_is_kept_for_small_messages() -> None:
     assert kept is _kept(pickler)
 
 
+def test_the_pickler_is_kept_for_messages_with_buffers() -> None:
+    """A message with buffers uses the kept pickler, and is forgotten as soon as it is let go of."""
+    pickler = Pickler(0)
+    kept = _kept(pickler)
+    for number in range(3):
+        tensor = torch.full((100,), number)
+        array, freed = np.full(9, number), weakref.ref(tensor)
+        stream, buffers = pickler.dumps([tensor, array, "text"])
+        received = loads(b"".join(stream), buffers=[bytearray(buffer) for buffer in buffers])
+        assert ([number] * 100, [number] * 9) == (received[0].tolist(), received[1].tolist())
+        n_references = sys.getrefcount(array)
+        del tensor, buffers
+        assert (None, n_references - 1) == (freed(), sys.getrefcount(array))
+    assert kept is _kept(pickler)
+
+
 def test_a_message_of_many_strings_disturbs_no_later_one() -> None:
     """After a message of 300,000 strings the pickler is a new one, and what comes next is right."""
     pickler = Pickler(DEFAULT_OOB_THRESHOLD_BYTES)
@@ -1759,7 +1823,8 @@ def test_the_memory_of_a_message_is_forgotten() -> None:
         except ValueError as error:
             error.__traceback__ = None
         del sent, tensor
-        pickler.dumps("next")
+        stream, buffers = pickler.dumps("next")
+        assert ("next", []) == (loads(b"".join(stream)), buffers)
         gc.collect()
         assert freed() is None
 

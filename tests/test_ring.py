@@ -1500,8 +1500,8 @@ def test_copy_strided_of_a_wrong_size() -> None:
 
 @pytest.mark.parametrize(
     ("offsets", "slots"),
-    [((0, 0), (0, 0)), ((0, PAGE), (1, 1)), ((0, PAGE + 64), (0, 1))],
-    ids=["twice", "one slot", "not a page"],
+    [((0, 0), (0, 0)), ((0, 2 * PAGE), (1, 1)), ((0, PAGE + 64), (0, 1)), ((64, PAGE), (0, 1))],
+    ids=["twice", "one slot", "not a page", "not from a page on"],
 )
 @pytest.mark.parametrize("is_leased", [True, False])
 def test_damaged_places(offsets: tuple[int, int], slots: tuple[int, int], is_leased: bool) -> None:

@@ -326,11 +326,11 @@ BUGS: Final = (
         "pickler.py",
         """
         self._kept = None
-        dump, clear_memo, parts, buffers = kept
+        dump, clear_memo, parts, sink = kept
 """,
         """
         self._kept = kept
-        dump, clear_memo, parts, buffers = kept
+        dump, clear_memo, parts, sink = kept
 """,
         ("test_pickler.py::test_the_memory_of_a_message_is_forgotten",),
     ),
