@@ -130,6 +130,7 @@ def tracing(trace: Callable[[FrameType, str, object], Any]) -> Iterator[None]:
     """
     previous, was_collecting = sys.gettrace(), gc.isenabled()
     gc.disable()
+    sys._getframe().f_trace_opcodes = True  # for Python 3.12, where one frame says it for all
     sys.settrace(trace)
     try:
         yield
