@@ -24,6 +24,11 @@ _PEER = Path(__file__).with_name("peer.py")
 _summary_lines = pytest.StashKey[list[str]]()
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Benchmarks run in this process, one after the other."""
+    return 0
+
+
 class Peer:
     """A process that runs a role of `peer.py`; `first_line` is what it says first."""
 

@@ -99,7 +99,7 @@ def _choice(*words: str) -> _Rule:
 
 
 def _check_seconds(value: Any) -> float:
-    seconds: float = value if isinstance(value, float) else _plain_int(value)
+    seconds = float(value if isinstance(value, float) else _plain_int(value))
     if not (math.isfinite(seconds) and seconds > 0):
         raise ValueError
     return seconds

@@ -601,8 +601,12 @@ class WriterControl:
                 if self._is_starved:  # what can't be accepted now would end each poll
                     self._poller.remove(self._listener.fileno())
                     if not was_starved:
-                        text = f"writer @{self.address} can't accept a reader: {error.strerror}"
-                        say(lambda: _log.warning("%s (RLIMIT_NOFILE)", text))
+                        say(
+                            _log.warning,
+                            "writer @%s can't accept a reader: %s (RLIMIT_NOFILE)",
+                            self.address,
+                            error.strerror,
+                        )
                 return
             accepted.setblocking(False)
             pid, uid = peer_of(accepted)
@@ -698,7 +702,7 @@ class WriterControl:
             holder.failure = holder.failure or text
             return
         self.failed_attempts[rank] = FailedAttempt(text, connection.pid)
-        say(lambda: _log.warning("rank %d (pid %d) can't attach: %s", rank, connection.pid, text))
+        say(_log.warning, "rank %d (pid %d) can't attach: %s", rank, connection.pid, text)
         self._forget(connection)
 
     def _claim(self, connection: _Connection, frame: _Frame) -> None:

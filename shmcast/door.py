@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import itertools
 import logging
 import math
@@ -256,12 +257,13 @@ def all_ends() -> list[End]:
     return [end for end in ends if end is not None]
 
 
-def say(call: Callable[[], object]) -> None:
+def say(log: Callable[..., object], *arguments: object) -> None:
     """
     Log something in the door thread, if there is one.
 
     For a call that holds its end: a log handler may wait for a thread that waits for the end.
     """
+    call = functools.partial(log, *arguments)
     with _Door.lock:
         door = _Door.current
         if door is not None:

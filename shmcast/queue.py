@@ -394,7 +394,7 @@ class _QueueEnd:
 
     def _log_after(self, level: int, text: str, *arguments: object) -> None:
         """Log something after the present turn, for a handler may wait for it."""
-        self._lock.defer(lambda: _log.log(level, text, *arguments))
+        self._lock.defer(functools.partial(_log.log, level, text, *arguments))
 
     def _stop_waits(self) -> None:
         ring = getattr(self, "_ring", None)
@@ -845,6 +845,7 @@ class MessageQueue(_QueueEnd):
                     index = self._ring.messages % self._config.n_chunks
                     self._ring.set_reserved(self._segment.reserve_chunk(index, needed_bytes))
                 case Claim.NOBODY if self._config.on_reader_loss == "evict":
+                    wait = wait or self._new_wait(deadline)
                     self._pause(wait, for_chunk=False)
                 case Claim.NOBODY:
                     raise ReaderLost(
@@ -974,7 +975,7 @@ class MessageQueue(_QueueEnd):
 
     def _say_wait(self, wait: _Wait, what_for: str) -> None:
         text = f"writer @{self._address} has waited {wait.elapsed_s:.3g} s {what_for}"
-        say(lambda: _log.warning(text))
+        say(_log.warning, text)
 
     def _look(self) -> None:
         """
@@ -1587,7 +1588,7 @@ class MessageReader(_QueueEnd):
             f"reader @{self._address} rank {self._rank} has waited {wait.elapsed_s:.3g} s "
             f"{what_for} the writer (pid {self._control.writer_pid})"
         )
-        say(lambda: _log.warning(text))
+        say(_log.warning, text)
 
     def _step_alone(self) -> float:
         control = self._control

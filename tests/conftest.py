@@ -30,6 +30,43 @@ hypothesis.settings.load_profile("shmcast")
 #: A hang limit, never a claim about speed.
 PATIENCE_S = 30.0
 
+#: Options of a Python that forks: from 3.12 on it warns if there is a second thread, as often is.
+MAY_FORK = ("-W", "ignore:This process:DeprecationWarning")
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """
+    In how many processes the tests run: most wait for others more than they work.
+
+    Files that are named run in this one.
+    """
+    if config.args_source is config.ArgsSource.ARGS:
+        return 0
+    return 2 * len(os.sched_getaffinity(0))
+
+
+#: Files of which all tests that start no child make the minute after an edit: `pytest -m quick`.
+QUICK = {
+    *("arena", "config", "contract", "control", "errors", "handle", "interrupts", "layout"),
+    *("misuse", "pickler", "queue", "relay", "ring", "segment"),
+}
+
+
+@pytest.hookimpl(tryfirst=True)  # before the tests are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the quick ones."""
+    for item in items:
+        if (
+            item.path.stem.removeprefix("test_") in QUICK
+            and not {"start_child", "start_processes"} & {*getattr(item, "fixturenames", ())}
+            and not {"proof", "slow"} & {mark.name for mark in item.iter_markers()}
+        ):
+            item.add_marker("quick")
+
+
+# What takes a child more than a second to import is there before it is forked.
+multiprocessing.set_forkserver_preload(["hypothesis", "pytest", "shmcast", "torch", "zmq"])
+
 
 class Child:
     """
@@ -73,7 +110,7 @@ class StartChild(Protocol):
     """The type of the fixture `start_child`."""
 
     def __call__(
-        self, function: Callable[..., None], *arguments: Any, method: str = "spawn"
+        self, function: Callable[..., None], *arguments: Any, method: str = "forkserver"
     ) -> Child: ...
 
 
@@ -105,6 +142,7 @@ def tracing(trace: Callable[[FrameType, str, object], Any]) -> Iterator[None]:
     """
     previous, was_collecting = sys.gettrace(), gc.isenabled()
     gc.disable()
+    sys._getframe().f_trace_opcodes = True  # for Python 3.12, where one frame says it for all
     sys.settrace(trace)
     try:
         yield
@@ -114,12 +152,19 @@ def tracing(trace: Callable[[FrameType, str, object], Any]) -> Iterator[None]:
             gc.enable()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> None:
+    """The many collections of a file pass over what is there before it (200 ms each, else)."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def start_child() -> Iterator[StartChild]:
     """Start a function of the test module in another process, which ends with the test."""
     children: list[Child] = []
 
-    def start(function: Callable[..., None], *arguments: Any, method: str = "spawn") -> Child:
+    def start(function: Callable[..., None], *arguments: Any, method: str = "forkserver") -> Child:
         child = Child(method, function, *arguments)
         children.append(child)
         return child

@@ -29,8 +29,11 @@ MIB = 1 << 20
 
 
 def shmcast(*arguments: object) -> click.testing.Result:
-    """Run the command in this process; its readers are processes all the same."""
-    return click.testing.CliRunner().invoke(cli.main, [str(argument) for argument in arguments])
+    """Run the command in this process; its readers are processes that have imported torch."""
+    forkserver = multiprocessing.get_context("forkserver")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing, "get_context", lambda _method: forkserver)
+        return click.testing.CliRunner().invoke(cli.main, [str(argument) for argument in arguments])
 
 
 def script() -> str:

@@ -357,6 +357,11 @@ def test_numpy_numbers_are_seconds() -> None:
     assert [2, 2, 2] == kept
 
 
+def test_seconds_are_kept_as_a_float() -> None:
+    """Seconds are a float, wherever they come from: one that no float has is rounded."""
+    assert 2.0**53 == QueueConfig(warn_after_s=2**53 + 1).warn_after_s
+
+
 def test_enumerated_integers_are_kept_plain() -> None:
     """An IntEnum member is an integer, and the attribute is a plain int."""
 
@@ -786,10 +791,10 @@ def all_settings(draw: st.DrawFn) -> dict[str, tuple[Any, Any]]:
     free = {key: sizes(key) for key in SIZES}
     free |= {key: same(st.integers(*RANGES[key])) for key in ("n_chunks", "spin_us")}
     free |= {key: same(st.sampled_from(words)) for key, words in CHOICES.items()}
-    free["warn_after_s"] = same(
-        st.integers(1, 10**18)
-        | st.floats(0, exclude_min=True, allow_infinity=False, allow_nan=False)
+    seconds = st.integers(1, 10**18) | st.floats(
+        0, exclude_min=True, allow_infinity=False, allow_nan=False
     )
+    free["warn_after_s"] = seconds.map(lambda number: (number, float(number)))
     settings = draw(st.fixed_dictionaries({}, optional=free))
     n_readers = draw(st.integers(1, 50) | st.just(4096))
     ranks = draw(

@@ -318,7 +318,7 @@ def serve(pipe: Connection) -> None:
 @pytest.fixture(scope="module")
 def start_processes() -> Iterator[StartReaders]:
     """Readers that are processes; the same ones for all the tests here."""
-    children = [Child("spawn", serve) for _ in range(4)]
+    children = [Child("forkserver", serve) for _ in range(4)]
     numbers = itertools.count()
 
     def start(plan: Plan, handle: Handle) -> list[Callable[[], list[str]]]:

@@ -138,7 +138,7 @@ class AtPoint:
         code = frame.f_code
         if not code.co_filename.startswith(OURS):
             return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        frame.f_trace_opcodes = True
         if event == "call" and frame.f_back is not None:
             self._previous.pop(frame.f_back, None)  # no handler runs when this one returns
         if event == "opcode":
@@ -156,7 +156,7 @@ class AtPoint:
 def is_point(code: CodeType, previous: int, following: int) -> bool:
     """Whether a signal handler may run after an operation, and raises there what we raise next."""
     operation = dis.opname[code.co_code[previous]]
-    if not (operation.startswith(("CALL", "RESUME")) or "JUMP_BACKWARD" in operation):
+    if operation not in {"CALL", "CALL_FUNCTION_EX", "CALL_KW", "JUMP_BACKWARD", "RESUME"}:
         return False
     return handler_of(code, previous) == handler_of(code, following)
 

@@ -1683,7 +1683,9 @@ def test_an_error_in_the_middle_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize(
-    "obj", [lambda: None, threading.Lock(), (x for x in ()), sys._getframe()], ids=repr
+    "obj",
+    [lambda: None, threading.Lock(), (x for x in ()), sys._getframe()],
+    ids=lambda obj: type(obj).__name__,
 )
 def test_what_can_not_be_pickled_raises_as_pickle_alone(make_queue: MakeQueue, obj: Any) -> None:
     """An object that can't be pickled raises what pickle raises, and the next message arrives."""

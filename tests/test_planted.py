@@ -12,7 +12,7 @@ from planted.bugs import BUGS, Bug
 from planted.tree import build, copy_package, environment, replace
 
 # The first test builds a copy of the package.
-pytestmark = [pytest.mark.proof, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(600), pytest.mark.xdist_group("planted")]
 
 #: A bug may show as a hang, which takes so long.
 SHORT_PATIENCE_S = 6.0

@@ -18,7 +18,7 @@ from planted.bugs import OVERRUN, RACES, Bug
 from planted.tree import build, copy_package, environment
 
 # The first test of each kind builds a copy of the package.
-pytestmark = [pytest.mark.proof, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(600), pytest.mark.xdist_group("sanitizers")]
 
 REPORTED = 66  # the exit status after a report
 

@@ -45,15 +45,6 @@ LAYOUT = Layout.of(QueueConfig(n_readers=2, n_chunks=3, chunk_bytes="64 KiB"))
 BOTH = mmap.PROT_READ | mmap.PROT_WRITE
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """The many collections of this file pass over what is there before it (70 ms each, else)."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def open_descriptors() -> set[str]:
     """The descriptors of this process and where they lead."""
     wait_for_remote_ends()
@@ -909,6 +900,7 @@ def small_group() -> Iterator[Path]:
 
 
 def enter(group: Path) -> None:
+    """Enter it, from a spawned process: pages of a parent would be charged to it when written."""
     (group / "cgroup.procs").write_text(str(os.getpid()))
 
 
@@ -946,7 +938,7 @@ def test_a_memory_limit_is_an_error_and_not_a_death(
     small_group: Path, start_child: StartChild
 ) -> None:
     """In a group of 64 MiB, 200 MiB are a MessageTooLarge for chunk and file, and nobody dies."""
-    child = start_child(publish_large, small_group, ["2 MiB", "256 MiB"])
+    child = start_child(publish_large, small_group, ["2 MiB", "256 MiB"], method="spawn")
     for _ in range(2):
         outcome, messages = child.receive()
         available = re.search(r"([0-9]+) bytes are available", outcome)
@@ -969,7 +961,7 @@ def test_a_memory_limit_is_seen_however_small_the_messages(
     small_group: Path, start_child: StartChild, settings: dict[str, Any], size_bytes: int
 ) -> None:
     """Messages that fill the memory bit by bit end in a MessageTooLarge too, not in a death."""
-    child = start_child(publish_many, small_group, settings, size_bytes)
+    child = start_child(publish_many, small_group, settings, size_bytes, method="spawn")
     error, done_bytes = child.receive()
     assert MessageTooLarge is error
     assert LIMIT_BYTES // 4 < done_bytes < LIMIT_BYTES

@@ -14,7 +14,7 @@ import torch  # noqa: F401
 
 # Else pytest complains that hypothesis is there already.
 os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-OPTIONS = ["-q", "-x", "-p", "pytest_timeout", "-m", "slow or not slow"]
+OPTIONS = ["-q", "-x", "-p", "pytest_timeout", "-p", "xdist.plugin", "-m", "slow or not slow"]
 
 for line in sys.stdin:
     os.environ["PLANTED"], *tests = line.rstrip("\n").split("\t")
