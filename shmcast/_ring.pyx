@@ -2057,17 +2057,20 @@ cdef class RingReader(_End):
         Wait for a message: poll first, then sleep once, with the GIL released.
 
         Returns early for a wake-up, a signal (whose handler has run), `stop`, `nudge` or a closing
-        writer.
+        writer; whether it was nudged.
         """
         cdef int64_t start_ns = monotonic_ns()
+        cdef bint is_nudged
         self._check_not_forked()
         with nogil:
             if not self._poll(start_ns + spin_ns) and sleep_ns > 0:
                 self._sleep(sleep_ns)
+            is_nudged = load_acquire(&self.is_nudged)
             store_relaxed(&self.is_nudged, 0)  # what it was for is looked at after this
             fence_full()
         self._count_wait(start_ns)
         PyErr_CheckSignals()
+        return is_nudged
 
     cdef bint _poll(self, int64_t until_ns) noexcept nogil:
         cdef int _round

@@ -1003,8 +1003,9 @@ class MessageQueue(_QueueEnd):
         if self._config.on_reader_loss == "evict":
             self._evict_lost()
         new = {rank: loss for rank, loss in self._unreported.items() if rank not in known}
+        if self._unreported:
+            self._ring.look_again_in(0)  # so that the next call raises it
         if new:
-            self._ring.look_again_in(0)  # the next call raises it
             self._log_after(
                 logging.WARNING,
                 "writer @%s lost a reader, which its next call raises: %s",
@@ -1496,8 +1497,7 @@ class MessageReader(_QueueEnd):
         wait = _Wait(deadline, self._warn_after_s, self._spin_ns)
         while True:
             slice_s = wait.slice_s(is_told=self._is_told)
-            if slice_s:
-                ring.wait(*wait.spin_and_sleep_ns(slice_s))
+            is_nudged = slice_s > 0 and ring.wait(*wait.spin_and_sleep_ns(slice_s))
             taken = self._take()
             if taken is not None:
                 return taken
@@ -1510,7 +1510,7 @@ class MessageReader(_QueueEnd):
             if ring.is_closing and not ring.lag:
                 self._check_not_failed(ring)
                 raise QueueClosed("the writer has closed, and everything was read")
-            if slice_s and wait.elapsed_s < _FIRST_PROBE_S:
+            if slice_s and not is_nudged and wait.elapsed_s < _FIRST_PROBE_S:
                 continue
             self._control.collect_files()
             if self._remote is not None:

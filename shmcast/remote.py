@@ -1157,8 +1157,8 @@ class RemoteRing:
         if self.next_sequence >= self.ack_from:
             self.ack()
 
-    def wait(self, spin_ns: int, sleep_ns: int) -> None:
-        """Sleep until something changes; returns early for a signal."""
+    def wait(self, spin_ns: int, sleep_ns: int) -> bool:
+        """Sleep until something changes; returns early for a signal, never for a nudge."""
         start = time.monotonic()
         relayed = self.relayed
         if relayed is not None and not (relayed.is_ahead or self.arrived):
@@ -1169,6 +1169,7 @@ class RemoteRing:
                 self.event.wait((spin_ns + sleep_ns) / 1e9)
         self.waits += 1
         self.wait_s += time.monotonic() - start
+        return False
 
     def notify(self) -> None:
         """End the present wait or else the next one, from any thread."""

@@ -1131,7 +1131,7 @@ def test_readers_that_keep_everything(
                 own.append(reader.dequeue(PATIENCE_S))
     (warning,) = caplog.messages
     assert "no free block" in warning
-    assert "8 of at most 512 blocks" in warning
+    assert "8 of at most 1280 blocks" in warning
     assert "(8, 8)" in warning
     assert [12, 12] == [queue.stats().fallbacks, readers[0].stats().fallbacks]
     assert (8, 8) == held(queue)

@@ -24,7 +24,7 @@ from typing import Any
 
 import attrs
 import pytest
-from conftest import PATIENCE_S, MakeQueue, StartChild
+from conftest import PATIENCE_S, MakeQueue, StartChild, answer_only_in_calls
 
 import shmcast
 import shmcast.control as control_module
@@ -686,6 +686,7 @@ def test_blocks_need_no_descriptors(make_queue: MakeQueue) -> None:
     assert 0 == queue.stats().fallbacks
 
 
+@pytest.mark.usefixtures("only_in_calls")
 def test_reader_attaches_without_descriptors() -> None:
     """A reader without room for the segment's descriptors says so."""
     with (
@@ -792,6 +793,7 @@ def attach_with_little_address_space(pipe: Connection, handle: Handle) -> None:
     texts: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    answer_only_in_calls()  # so that it attaches below, not before
     logging.getLogger("shmcast").addHandler(handler)
     with MessageQueue.create_from_handle(handle, 0) as reader:
         fields = dict(

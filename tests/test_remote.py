@@ -496,7 +496,7 @@ def test_leaving_and_coming_back(connect: Connect) -> None:
         assert list("abc") == [readers[0].dequeue(PATIENCE_S) for _ in range(3)]
         for reader in (readers[0], again):
             reader.close()
-        wait_for(lambda: all(map(queue._ring.has_left, (0, 1))), "they did not leave")
+        wait_for(lambda: has_left(queue, 0) and has_left(queue, 1), "they did not leave")
         time.sleep(0.02)  # until the writer looks again
         with pytest.raises(ReaderLost, match="nobody is left"):
             queue.enqueue("d", timeout=PATIENCE_S)
