@@ -326,8 +326,9 @@ class Host:
     number: int
 
     def connect(self) -> None:
-        for address in (f"192.0.2.{self.number}/24", f"2001:db8::{self.number}/64"):
-            ip("-n", self.name, "address", "add", address, "dev", "eth0", "nodad")
+        # Of a second holder of its address asks only IPv6, and it would wait a second for it.
+        for address in (f"192.0.2.{self.number}/24", f"2001:db8::{self.number}/64 nodad"):
+            ip("-n", self.name, "address", "add", "dev", "eth0", *address.split())
         for device in ("lo", "eth0"):
             ip("-n", self.name, "link", "set", device, "up")
 
