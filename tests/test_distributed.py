@@ -212,7 +212,7 @@ def test_wrong_config(start_ranks: StartRanks, config: Any, text: str) -> None:
     ("master", "text"),
     [
         (None, "does not lead to one"),
-        ("localhost", "leads to 127.0.0.1, which they can't reach"),
+        ("localhost", r"leads to (127\.0\.0\.1|::1), which they can't reach"),
         ("no.such.host.invalid", "does not lead to one: .*"),
     ],
 )
