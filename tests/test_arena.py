@@ -603,7 +603,8 @@ def interrupted(call: Callable[[], object], number: int) -> str | None:
         if frame.f_code.co_filename != arena_module.__file__:
             return None
         frame.f_trace_opcodes = True
-        if event == "opcode":
+        # Before a generator's first line no handler runs.
+        if event == "opcode" and frame.f_lineno is not None:
             count += 1
             if count == number:
                 place = f"{frame.f_code.co_name}, line {frame.f_lineno}"
