@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import pickle
@@ -25,7 +26,7 @@ import numpy as np
 import pytest
 import torch
 import zmq
-from conftest import PATIENCE_S, StartChild
+from conftest import PATIENCE_S, StartChild, wait_for_remote_ends
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_contract import (
@@ -37,7 +38,7 @@ from test_contract import (
     start_processes,  # noqa: F401  # a fixture
     start_threads,
 )
-from test_interrupts import Interrupt, alarm, interrupted
+from test_interrupts import Interrupt, alarm, interrupted, n_descriptors
 
 from shmcast import (
     AuthenticationError,
@@ -1682,3 +1683,215 @@ def test_out_of_descriptors() -> None:
         "assert n_refused > 5, n_refused\n"
     )
     assert 0 == subprocess.run([sys.executable, "-c", program], check=False).returncode
+
+
+# --- processes whose Python does not run ----------------------------------------------------------
+
+
+def keep_gil(seconds: float) -> None:
+    """Run no Python in this process for so long, as the loading of a large library does."""
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+
+def write_and_stall(pipe: Connection, security: str) -> None:
+    """Make a queue, run no Python for longer than an end that is cut off is waited for; publish."""
+    with new_queue(security=security) as queue:
+        pipe.send(queue.export_handle())
+        pipe.recv()
+        keep_gil(1.3 * Link.timing.resume_s)
+        pipe.send("on")
+        queue.wait_until_ready(PATIENCE_S)
+        queue.enqueue("m", PATIENCE_S)
+
+
+@pytest.mark.parametrize("security", SECURITIES)
+def test_attaching_to_a_stalled_writer(start_child: StartChild, security: str) -> None:
+    """A writer that runs no Python for a while is waited for by who attaches meanwhile."""
+    writer = start_child(write_and_stall, security)
+    handle = writer.receive()
+    writer.pipe.send("stall")
+    with MessageReader(handle, 0) as reader:
+        assert "m" == reader.dequeue(PATIENCE_S)
+
+
+def attach_and_stall(pipe: Connection, handle: Handle) -> None:
+    """Make a reader, run no Python for a while, then attach."""
+    with MessageReader(handle, 0) as reader:
+        keep_gil(1.3 * Link.timing.resume_s)
+        reader.wait_until_ready(PATIENCE_S)
+        pipe.send(reader.dequeue(PATIENCE_S))
+
+
+@pytest.mark.parametrize("security", SECURITIES)
+def test_attaching_of_a_stalled_reader(start_child: StartChild, security: str) -> None:
+    """A reader whose process runs no Python for a while after it was made attaches after that."""
+    with new_queue(security=security) as queue:
+        child = start_child(attach_and_stall, queue.export_handle())
+        queue.wait_until_ready(PATIENCE_S)
+        queue.enqueue("m")
+        assert "m" == child.receive()
+
+
+def stall_when_told(pipe: Connection) -> None:
+    """Publish; run no Python while the connection is cut; publish on."""
+    with new_queue() as queue:
+        pipe.send(queue.export_handle())
+        queue.wait_until_ready(PATIENCE_S)
+        queue.enqueue("before")
+        pipe.recv()
+        keep_gil(1.3 * Link.timing.resume_s)
+        queue.enqueue("after", PATIENCE_S)
+
+
+def test_cut_while_the_writer_stalls(start_child: StartChild, behind_proxy: BehindProxy) -> None:
+    """A cut while the writer's process runs no Python is no death for either side."""
+    writer = start_child(stall_when_told)
+    handle, proxy = behind_proxy(writer.receive())
+    with MessageReader(handle, 0) as reader:
+        assert "before" == reader.dequeue(PATIENCE_S)
+        writer.pipe.send("stall")
+        time.sleep(0.5)
+        proxy.cut()
+        assert "after" == reader.dequeue(PATIENCE_S)
+    assert 0 == writer.join()
+
+
+# --- the end of a process -------------------------------------------------------------------------
+
+
+def run_program(program: str) -> tuple[subprocess.Popen[str], Handle]:
+    """A program that prints the handle of the queue that it makes."""
+    text = "import atexit, sys\nfrom shmcast import *\n" + program
+    process = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, Handle.from_json(process.stdout.readline())
+
+
+NEW_QUEUE = (
+    f"queue = MessageQueue(QueueConfig(local_reader_ranks=(), bind='{BIND}'))\n"
+    "print(queue.export_handle().to_json(), flush=True)\n"
+    "queue.wait_until_ready(30)\n"
+)
+
+
+def test_exit_handler_that_sends() -> None:
+    """What an exit handler sends, which was registered before the queue was made, arrives."""
+    process, handle = run_program(
+        "def shut_down():\n"
+        "    queue.enqueue('goodbye')\n"
+        "    queue.close()\n"
+        "atexit.register(shut_down)\n" + NEW_QUEUE + "queue.enqueue('hello')\n"
+    )
+    with process, MessageReader(handle, 0) as reader:
+        assert ["hello", "goodbye"] == list(reader)
+        assert 0 == process.wait(PATIENCE_S)
+
+
+def test_program_that_just_ends() -> None:
+    """A writer that ends without `close` is as one that closed, for remote readers too."""
+    process, handle = run_program(NEW_QUEUE + "queue.enqueue('hello')\n")
+    with process, MessageReader(handle, 0) as reader:
+        assert "hello" == reader.dequeue(PATIENCE_S)
+        with pytest.raises(QueueClosed):
+            reader.dequeue(PATIENCE_S)
+
+
+def test_reader_whose_program_just_ends() -> None:
+    """A reader that ends without `close` has left."""
+    program = (
+        "import sys\n"
+        "from shmcast import *\n"
+        "reader = MessageReader(Handle.from_json(sys.argv[1]), 0)\n"
+        "reader.wait_until_ready(30)\n"
+    )
+    with new_queue() as queue:
+        handle = queue.export_handle().to_json()
+        with subprocess.Popen([sys.executable, "-c", program, handle]) as process:
+            queue.wait_until_ready(PATIENCE_S)
+            assert 0 == process.wait(PATIENCE_S)
+        wait_for(lambda: queue._ring.has_left(0), "it is waited for")
+        with MessageReader(queue.export_handle(), 0):
+            queue.wait_until_ready(PATIENCE_S)
+        assert 0 == queue.stats().losses
+
+
+def test_closed_ends_keep_no_descriptors() -> None:
+    """Ends that are closed and still referenced keep no descriptor."""
+    wait_for_remote_ends()
+    before = n_descriptors()
+    ends = []
+    for _ in range(20):
+        queue = new_queue()
+        reader = MessageReader(queue.export_handle(), 0)
+        queue.wait_until_ready(PATIENCE_S)
+        ends += [queue, reader]
+    for end in ends:
+        end.close()
+    wait_for_remote_ends()
+    wait_for(lambda: n_descriptors() <= before, "some descriptors are left")
+
+
+# --- strangers before they have proved anything ---------------------------------------------------
+
+
+def test_endless_message_of_a_stranger() -> None:
+    """Without the token nobody fills the memory of a writer with security "none"."""
+    with new_queue(security="none") as queue, contextlib.ExitStack() as undo:
+        handle = queue.export_handle()
+        assert queue._remote is not None
+        before = resident_bytes()
+        stranger = undo.enter_context(
+            socket.create_connection(("127.0.0.1", queue._remote.port), PATIENCE_S)
+        )
+        stranger.sendall(garbage("frames"))
+        with contextlib.suppress(OSError):
+            for _ in range(200):
+                stranger.sendall((b"\x03" + (1024).to_bytes(8, "big") + bytes(1024)) * 1000)
+        assert resident_bytes() - before < 50e6
+        with MessageReader(handle, 0) as reader:
+            queue.wait_until_ready(PATIENCE_S)
+            reader.wait_until_ready(PATIENCE_S)
+
+
+def test_text_of_a_peer_is_cleaned() -> None:
+    """What a peer calls itself, or says, stands in an error in one line of bounded length."""
+    with new_queue(security="none") as queue:
+        handle = queue.export_handle()
+    with bare_writer(handle) as (bare, bare_handle), MessageReader(bare_handle, 0) as reader:
+        identity, hello = bare.recv_multipart()
+        session = unpack([hello]).session
+        bare.send_multipart([identity, frame(Kind.REFUSAL, session, 0, b"\x1b[2J\n" * 100_000)])
+        with pytest.raises(ProtocolError) as raised:
+            reader.wait_until_ready(PATIENCE_S)
+        assert str(raised.value).isprintable()
+        assert len(str(raised.value)) < 2000
+
+
+def test_silent_holder_is_not_called_alive(behind_proxy: BehindProxy) -> None:
+    """Who claims the rank of a holder that does not answer waits, and is not refused."""
+    with new_queue(security="none") as queue:
+        hello = frame(Kind.HELLO, 7, 0, queue.export_handle().token.encode())
+        with bare_reader(queue.export_handle()) as silent:
+            silent.send(hello)
+            queue.wait_until_ready(PATIENCE_S)
+            with MessageReader(queue.export_handle(), 0) as claimant:
+                deadline = time.monotonic() + 1.2 * Link.timing.resume_s
+                while time.monotonic() < deadline:
+                    queue.wait_until_ready(PATIENCE_S)
+                    with pytest.raises(QueueNotReady):
+                        claimant.wait_until_ready(0.1)
+
+
+def test_relay_takes_over_the_settings() -> None:
+    """The ring of a relay has the settings of the writer's that concern its readers."""
+    settings: dict[str, Any] = {"receive": "copy", "spin_us": 0, "warn_after_s": 7}
+    with (
+        new_queue(2, **settings) as queue,
+        MessageReader(queue.export_handle(), 0) as relay,
+    ):
+        relay.wait_until_ready(PATIENCE_S)
+        assert relay._remote is not None
+        link = relay._remote.link
+        wait_for(lambda: link._relay is not None, "it does not become the relay")
+        config = link._relay._config  # type: ignore[union-attr]  # a `Relay` need not have one
+        assert ("copy", 0, 7) == (config.receive, config.spin_us, config.warn_after_s)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from shmcast.remote.frames import RingSizes
 from shmcast.remote.loop import Loop
 from shmcast.remote.reader_link import ReaderLink
@@ -122,6 +124,8 @@ class RemoteReader:
     def close(self) -> None:
         """Leave; does not wait, but where the process ends."""
         link = self.link
+        if sys.is_finalizing():  # the thread is gone, and a lock may have gone with its owner
+            return
         if not link.is_closing:
             link.is_closing = True
             link.ask()

@@ -488,8 +488,8 @@ class ReaderLink(Link):
 
     def _has_ended_as_said(self) -> bool:
         """Whether the writer's process has ended, and had said so, and all has arrived."""
-        if self._n_at_end is None or self._ring.n_reached < self._n_at_end:
-            return False
+        if self._n_at_end is None or self._ring.n_reached != self._n_at_end:
+            return False  # what came after that may not be all
         self._ring.n_all = self._n_at_end
         self._ring.notify()
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 
 from shmcast._ring import RingReader
@@ -207,6 +208,8 @@ class RemoteWriter:
             failure: why, if this end failed; they are told when they have read everything.
         """
         link = self.link
+        if sys.is_finalizing():  # the thread is gone, and a lock may have gone with its owner
+            return
         if not link.is_closing:
             self._command(functools.partial(link.begin_closing, (failure or "").encode()))
             link.is_closing = True

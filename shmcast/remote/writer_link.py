@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
 import enum
 import hmac
 import ipaddress
@@ -11,6 +12,7 @@ import logging
 import math
 import secrets
 import socket as net
+import struct
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
@@ -53,7 +55,9 @@ __all__ = ["Connection", "CurveKeys", "Message", "Peer", "Seat", "State", "Write
 _log = logging.getLogger("shmcast.remote")
 
 _MOST_UNPROVED: Final = 64  # connections, besides one for each rank, that have shown no key
-_BACKLOG: Final = 1024  # those wait in the kernel, which costs no descriptor
+_SO_ATTACH_FILTER: Final = 26
+_SO_DETACH_FILTER: Final = 27
+_DROP_ALL: Final = struct.pack("=HBBI", 0x06, 0, 0, 0)  # a filter of one instruction: return 0
 _FAILURES: Final = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -193,7 +197,7 @@ class WriterLink(Link):
         self._is_ending = False  # `is_closing`, in the order of the messages
         self._last_word = b""  # the error that the readers are to hear, when all was read
         self._progress_at = 0.0
-        self._has_seen_exit = False
+        self._n_at_exit: int | None = None  # how many were published when the process began to end
         # Of what a signal may have cut off.
         self._is_sending = self._is_receiving = False
         self._is_muted = True  # the thread does not watch the socket
@@ -201,7 +205,7 @@ class WriterLink(Link):
         self._is_behind = False  # whether the thread has to send what `publish` could not
         # Strangers: when each unproved connection came, at the latest.
         self._unproved: collections.deque[float] = collections.deque()
-        self._is_accepting = False
+        self._is_accepting = True
         self._has_new_cut = False
         self._bind(bind, security)
 
@@ -232,7 +236,9 @@ class WriterLink(Link):
             raise ConfigError("security = 'curve' needs a pyzmq that has CURVE")
         with contextlib.ExitStack() as undo:
             try:
-                self._listener = _new_listener(self._address, port)
+                self._listener = _new_listener(
+                    self._address, port, len(self._ranks) + _MOST_UNPROVED
+                )
                 undo.callback(self._listener.close)
             except OSError as error:
                 raise ConfigError(
@@ -242,7 +248,9 @@ class WriterLink(Link):
             self.port = self._listener.getsockname()[1]
             self._new_socket(security)
             undo.callback(self._close_sockets)
-            self._accept()
+            # A duplicate, since it goes with ZeroMQ's socket.
+            self._socket.set(zmq.USE_FD, self._listener.dup().detach())
+            self._socket.bind(join(self._address, self.port))
             undo.pop_all()
         # A wildcard is no address for others; the name is what they can resolve, if anything.
         self.endpoint = join(net.gethostname() if self._is_wildcard else host, self.port)
@@ -283,12 +291,19 @@ class WriterLink(Link):
         for socket in (self._monitor, self._socket):
             socket.close(0)
 
-    def _accept(self) -> None:
-        """Let connections in. The listening socket stays ours, and no port is lost meanwhile."""
-        self._socket.set(zmq.USE_FD, self._listener.dup().detach())
-        self._socket.bind(join(self._address, self.port))
-        self._bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._is_accepting = True
+    def _accept(self, *, is_on: bool) -> None:
+        """
+        Let connections in, or have the kernel pass over what asks for one; who is in, stays.
+
+        ZeroMQ can't do so: when it unbinds, it ends all connections that it has accepted.
+        """
+        self._is_accepting = is_on
+        if is_on:
+            self._listener.setsockopt(net.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+        else:
+            program = ctypes.create_string_buffer(_DROP_ALL)
+            filters = struct.pack("HP", 1, ctypes.addressof(program))
+            self._listener.setsockopt(net.SOL_SOCKET, _SO_ATTACH_FILTER, filters)
 
     def begin(self) -> None:
         """Watch the sockets."""
@@ -324,8 +339,8 @@ class WriterLink(Link):
         """Take commands and frames, send what is due, release what is done."""
         while self.commands:
             self.commands.popleft()()
-        if self.loop.is_exiting and not self._has_seen_exit:
-            self._has_seen_exit, self._progress_at = True, now
+        if self.loop.is_exiting and self._n_at_exit is None:
+            self._n_at_exit, self._progress_at = self.published, now
         self._watch_strangers(now)
         is_all_read = self._receive(now)
         is_left = self._is_muted and not self._is_driven
@@ -411,10 +426,9 @@ class WriterLink(Link):
                 self.endpoint,
                 len(self._unproved),
             )
-            self._socket.unbind(self._bound)
-            self._is_accepting = False
+            self._accept(is_on=False)
         elif not self._is_accepting and len(self._unproved) <= most // 2:
-            self._accept()
+            self._accept(is_on=True)
 
     # --- the writer's end calls these, by a command or under the lock ---
 
@@ -505,10 +519,12 @@ class WriterLink(Link):
     # --- peers ---
 
     def _is_awaited(self, peer: Peer) -> bool:
-        return peer.state is State.STARTED and not (
-            peer.done_number == self.published
-            and (peer.connection is None or peer.connection.is_told or not self._is_ending)
-        )
+        if peer.state is not State.STARTED:
+            return False
+        if not self._is_ending:  # threads may go on to publish while the process ends
+            return self._n_at_exit is None or peer.done_number < self._n_at_exit
+        is_told = peer.connection is None or peer.connection.is_told
+        return not (is_told and peer.done_number == self.published)
 
     def _drop(self, peer: Peer) -> None:
         peer.state = State.OVER
@@ -720,7 +736,7 @@ class WriterLink(Link):
         if self._is_ending:
             if not connection.is_told:
                 connection.is_told = self._send(peer, Kind.CLOSING, self.published, self._last_word)
-        elif self.loop.is_exiting and not connection.has_heard_of_the_end:
+        elif self._n_at_exit is not None and not connection.has_heard_of_the_end:
             connection.has_heard_of_the_end = self._send(peer, Kind.ENDING, self.published)
 
     def _send_message(self, peer: Peer, connection: Connection) -> bool:
@@ -777,7 +793,7 @@ class WriterLink(Link):
             self._least = number + 1
 
 
-def _new_listener(address: str, port: int) -> net.socket:
+def _new_listener(address: str, port: int, backlog: int) -> net.socket:
     family = net.AF_INET6 if ":" in address else net.AF_INET
     with contextlib.ExitStack() as undo:
         listener = net.socket(family, net.SOCK_STREAM)
@@ -788,6 +804,6 @@ def _new_listener(address: str, port: int) -> net.socket:
         listener.setblocking(False)
         host = net.getaddrinfo(address, port, family, net.SOCK_STREAM)[0][4]
         listener.bind(host)
-        listener.listen(_BACKLOG)
+        listener.listen(backlog)
         undo.pop_all()
     return listener

@@ -422,9 +422,13 @@ BUGS: Final = (
                 if connection.via is not None and number >= connection.via_from:
                     connection.next_number = number + 1
                 elif not self._send_message(peer, connection):
+                    self._is_behind = True
+                    continue
 """,
         """
                 if not self._send_message(peer, connection):
+                    self._is_behind = True
+                    continue
 """,
         ("test_relay.py::test_once_per_host",),
     ),
