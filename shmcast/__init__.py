@@ -64,6 +64,7 @@ from shmcast.errors import (
     QueueNotReady,
     ReaderLost,
     ShmcastError,
+    WriterFailed,
     WriterLost,
 )
 from shmcast.handle import Handle
@@ -85,5 +86,6 @@ __all__ = [
     "QueueNotReady",
     "ReaderLost",
     "ShmcastError",
+    "WriterFailed",
     "WriterLost",
 ]

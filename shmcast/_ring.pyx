@@ -898,6 +898,8 @@ cdef class _End:
     cdef uint64_t *published_word
     cdef uint64_t *closing_word
     cdef uint64_t *writer_sleeps
+    cdef uint64_t *failure_word
+    cdef uint64_t most_failure_bytes
     cdef uint64_t *guard_word
     cdef uint64_t n_chunks, chunk_bytes, chunk_stride_bytes, chunks_offset
     cdef uint64_t arena_offset, data_bytes, n_slots
@@ -923,6 +925,8 @@ cdef class _End:
         self.published_word = <uint64_t *>(self.data + <size_t>layout.published_offset)
         self.closing_word = <uint64_t *>(self.data + <size_t>layout.closing_offset)
         self.writer_sleeps = <uint64_t *>(self.data + <size_t>layout.writer_sleeps_offset)
+        self.failure_word = <uint64_t *>(self.data + <size_t>layout.failure_offset)
+        self.most_failure_bytes = layout.epochs_offset - layout.failure_offset - sizeof(uint64_t)
         self.n_chunks = layout.n_chunks
         self.chunk_bytes = layout.chunk_bytes
         self.chunk_stride_bytes = layout.chunk_stride_bytes
@@ -1059,11 +1063,12 @@ cdef class RingWriter(_End):
                 least = self.cached_cursors[rank]
         self.cached_least = least
 
-    cdef inline bint _has_space(self) noexcept nogil:
-        if self.published - self.cached_least < self.n_chunks:
+    cdef inline bint _has_space(self, uint64_t n_free) noexcept nogil:
+        """Whether so many chunks are free; all of them are when everything has been read."""
+        if self.published - self.cached_least + n_free <= self.n_chunks:
             return True
         self._refresh()
-        return self.published - self.cached_least < self.n_chunks
+        return self.published - self.cached_least + n_free <= self.n_chunks
 
     cdef int _claim(self, uint64_t needed_bytes, bint has_looked) except -1:
         self._check_not_forked()
@@ -1071,7 +1076,7 @@ cdef class RingWriter(_End):
             return LOOK
         if self.n_expected == 0:
             return NOBODY
-        if not self._has_space():
+        if not self._has_space(1):
             return FULL
         if needed_bytes > self.chunk_bytes:
             return TOO_LARGE
@@ -1286,37 +1291,37 @@ cdef class RingWriter(_End):
         """Answer LOOK to a claim that comes after this pause."""
         self.look_again_ns = monotonic_ns() + pause_ns
 
-    def wait_for_space(self, int64_t spin_ns, int64_t sleep_ns):
+    def wait_for_space(self, int64_t spin_ns, int64_t sleep_ns, uint64_t n_free=1):
         """
-        Wait until a chunk is free: poll first, then sleep once, with the GIL released.
+        Wait until so many chunks are free: poll first, then sleep once, with the GIL released.
 
         Returns early for a wake-up, a signal (whose handler has run) or `stop`.
         """
         cdef int64_t start_ns = monotonic_ns()
         self._check_not_forked()
         with nogil:
-            if not self._poll_space(start_ns + spin_ns) and sleep_ns > 0:
-                self._sleep_for_space(sleep_ns)
+            if not self._poll_space(start_ns + spin_ns, n_free) and sleep_ns > 0:
+                self._sleep_for_space(sleep_ns, n_free)
         self._count_wait(start_ns)
         PyErr_CheckSignals()
 
-    cdef bint _poll_space(self, int64_t until_ns) noexcept nogil:
+    cdef bint _poll_space(self, int64_t until_ns, uint64_t n_free) noexcept nogil:
         cdef int _round
         while monotonic_ns() < until_ns:
             for _round in range(POLLS_PER_CLOCK):
-                if self._has_space():
+                if self._has_space(n_free):
                     return True
                 pause_polling()
-        return self._has_space()
+        return self._has_space(n_free)
 
-    cdef void _sleep_for_space(self, int64_t sleep_ns) noexcept nogil:
+    cdef void _sleep_for_space(self, int64_t sleep_ns, uint64_t n_free) noexcept nogil:
         cdef uint32_t seen
         store_relaxed(self.writer_sleeps, 1)
         # This fence and the one in RingReader._give_back: either the reader sees the mark, or we
         # see its cursor.
         fence_full()
         seen = word_load_acquire(self.writer_word)
-        if not self._has_space() and not load_acquire(&self.is_stopped):
+        if not self._has_space(n_free) and not load_acquire(&self.is_stopped):
             sleep_on(self.writer_word, seen, sleep_ns)
         store_relaxed(self.writer_sleeps, 0)
 
@@ -1388,12 +1393,29 @@ cdef class RingWriter(_End):
         with nogil:
             self._stop(self.writer_word)
 
+    def say_failed(self, str text not None):
+        """
+        Leave a text to the readers that find this end closed or dead; the first one stays.
+
+        Raises ValueError if it is empty or too long.
+        """
+        cdef bytes encoded = text.encode()
+        cdef uint64_t length = <uint64_t>PyBytes_GET_SIZE(encoded)
+        self._check_not_forked()
+        if not 0 < length <= self.most_failure_bytes:
+            raise ValueError(f"a failure of {length} bytes, not 1 to {self.most_failure_bytes}")
+        if not load_relaxed(self.failure_word):
+            memcpy(self.failure_word + 1, PyBytes_AS_STRING(encoded), length)
+            # Release pairs with the acquire load in RingReader.failure: who sees the length sees
+            # the text.
+            store_release(self.failure_word, length)
+
     def say_closing(self):
         """Tell the readers that nothing follows. Nothing may be published afterwards."""
         self._check_not_forked()
         with nogil:
             # Release pairs with the acquire load in RingReader.is_closing: who sees the mark sees
-            # the last published counter too.
+            # the last published counter and the failure too.
             store_release(self.closing_word, 1)
             self._wake_readers()
 
@@ -1962,6 +1984,18 @@ cdef class RingReader(_End):
         self._check_not_forked()
         # Acquire pairs with the release store in RingWriter.say_closing.
         return load_acquire(self.closing_word) != 0
+
+    @property
+    def failure(self):
+        """What the writer said of its failure, or None. Look after `is_closing` or its death."""
+        self._check_not_forked()
+        # Acquire pairs with the release store in RingWriter.say_failed.
+        cdef uint64_t length = load_acquire(self.failure_word)
+        if not length:
+            return None
+        length = min(length, self.most_failure_bytes)
+        text = PyBytes_FromStringAndSize(<char *>(self.failure_word + 1), <Py_ssize_t>length)
+        return text.decode(errors="replace")
 
     def stop(self):
         """End this end's waits, from any thread."""

@@ -11,6 +11,8 @@ two of them step through the handshake::
       map, lock the rank's byte, MAPPED  →   check the lock, wait for this rank from now on
                                          ←   ADMISSION the first message's number
       start there                        ←   FILE nonce, with a descriptor: one per large message
+      FAILED text                        →   why it can't attach, or is about to leave
+                                         ←   CLOSING to those not admitted; with a text if it failed
 
 No thread serves the socket: an end takes its steps, none of which waits, whenever it waits anyway.
 
@@ -34,6 +36,7 @@ import socket
 import struct
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Final, NoReturn, Self
 
@@ -44,15 +47,19 @@ from shmcast.errors import (
     ProtocolError,
     QueueClosed,
     ShmcastError,
+    WriterFailed,
     WriterLost,
 )
+from shmcast.layout import MOST_FAILURE_BYTES
 
 __all__ = [
     "WRITER_BYTE",
+    "FailedAttempt",
     "Holder",
     "LockFile",
     "ReaderControl",
     "WriterControl",
+    "failure_text",
     "is_foreign",
     "peer_of",
 ]
@@ -64,7 +71,7 @@ WRITER_BYTE: Final = 0
 _FRAME: Final = struct.Struct("=8sIIQ")  # magic and version, kind, rank, number; then a body
 _MAGIC: Final = b"shmcast\x01"
 _MOST_FRAME_BYTES: Final = 1024
-_CLAIM, _SEGMENT, _MAPPED, _ADMISSION, _FILE, _REFUSAL, _DENIAL, _CLOSING = range(1, 9)
+_CLAIM, _SEGMENT, _MAPPED, _ADMISSION, _FILE, _REFUSAL, _DENIAL, _CLOSING, _FAILED = range(1, 10)
 
 _SILENCE_S: Final = 5.0  # an accepted connection that makes no claim for this long is closed
 _UNLOCKED_S: Final = 1.0  # a process may be seen without its lock for this long while it dies
@@ -79,6 +86,21 @@ def is_foreign(error: Exception) -> bool:
     return (
         isinstance(error, OSError) and error.errno is None and not isinstance(error, ShmcastError)
     )
+
+
+def failure_text(error: BaseException | str) -> str:
+    """
+    What the other side is told of an error: its type and text, on one line.
+
+    It is printable and has at most `MOST_FAILURE_BYTES` bytes; a cut shows as "…".
+    """
+    if isinstance(error, BaseException):
+        error = "".join(traceback.format_exception_only(error))
+    head = error[: MOST_FAILURE_BYTES + 1]  # before all else: it may be huge
+    text = " ".join("".join(c if c.isprintable() else " " for c in head).split()) or "no text"
+    if len(error) > MOST_FAILURE_BYTES or len(text.encode()) > MOST_FAILURE_BYTES:
+        text = text.encode()[: MOST_FAILURE_BYTES - 3].decode(errors="ignore") + "…"
+    return text
 
 
 def rank_byte(rank: int) -> int:
@@ -391,6 +413,7 @@ class Holder:
         is_admitted: whether the writer waits for it.
         start: the message that it starts with, once admitted.
         is_told: whether it knows that.
+        failure: why it is about to leave, if it has said so.
     """
 
     rank: int
@@ -400,12 +423,25 @@ class Holder:
     is_admitted: bool = False
     start: int = 0
     is_told: bool = False
+    failure: str | None = None
     unlocked: _Unlocked = attrs.field(factory=_Unlocked)
 
     @property
     def pid(self) -> int:
         """The process that claimed the rank."""
         return self.connection.pid
+
+
+@attrs.frozen
+class FailedAttempt:
+    """An attempt to attach that failed, and why."""
+
+    text: str
+    pid: int | str  # with the host that it is on, if that is another one
+    at: float = attrs.field(factory=time.monotonic)
+
+    def __str__(self) -> str:
+        return f"{self.text} (pid {self.pid}, {time.monotonic() - self.at:.3g} s ago)"
 
 
 @attrs.define(eq=False)
@@ -441,6 +477,8 @@ class WriterControl:
     greeting: bytes = b""
 
     holders: dict[int, Holder] = attrs.field(init=False, factory=dict)
+    #: The last one of each rank that has not been admitted since.
+    failed_attempts: dict[int, FailedAttempt] = attrs.field(init=False, factory=dict)
     _never_admitted: set[int] = attrs.field(init=False)
     _kept_files: dict[int, int] = attrs.field(init=False, factory=dict)  # nonce → descriptor
     _connections: dict[int, _Connection] = attrs.field(init=False, factory=dict)
@@ -592,6 +630,7 @@ class WriterControl:
         """Go on with what had to wait: a claim, or an admission."""
         holder = connection.holder
         if connection.has_gone and (holder is None or not holder.is_admitted):
+            self._take_frames(connection)  # what it said last
             raise _Gone
         if connection.claimed_rank is not None:
             self._decide(connection, connection.claimed_rank)
@@ -610,8 +649,22 @@ class WriterControl:
                 self._try_admit(holder)
                 if not holder.is_admitted and not self.lock_file.is_held(rank_byte(holder.rank)):
                     raise ProtocolError(f"rank {holder.rank} says it is mapped, but has no lock")
+            elif frame.kind == _FAILED:
+                self._take_failure(connection, failure_text(frame.body.decode(errors="replace")))
             else:
                 raise ProtocolError(f"a frame of kind {frame.kind} is out of turn")
+
+    def _take_failure(self, connection: _Connection, text: str) -> None:
+        holder = connection.holder
+        rank = connection.claimed_rank if holder is None else holder.rank
+        if rank is None:
+            raise ProtocolError("it failed without a claim")
+        if holder is not None and holder.is_admitted:
+            holder.failure = holder.failure or text
+            return
+        self.failed_attempts[rank] = FailedAttempt(text, connection.pid)
+        _log.warning("rank %d (pid %d) can't attach: %s", rank, connection.pid, text)
+        self._forget(connection)
 
     def _claim(self, connection: _Connection, frame: _Frame) -> None:
         if not hmac.compare_digest(frame.body, self.token.encode()):
@@ -628,10 +681,12 @@ class WriterControl:
         connection.claimed_rank = rank
         holder = self.holders.get(rank)
         if holder is not None and holder.is_admitted and self.has_left(rank):
+            if self.failure_of(holder) is not None:
+                return  # its loss is handled first
             self.vacate(rank)
             holder = None
         if holder is not None and not holder.is_admitted and holder.connection.has_gone:
-            self._forget(holder.connection)
+            self._guarded(holder.connection, self._take_up)
             holder = None
         if holder is None:
             # One that has left gives its byte back a little later.
@@ -653,14 +708,15 @@ class WriterControl:
         holder = Holder(rank, self.new_epoch(rank), connection)
         connection.claimed_rank, connection.holder = None, holder
         self.holders[rank] = holder
-        if not _send(
-            connection.socket,
-            _SEGMENT,
-            rank=rank,
-            number=holder.epoch,
-            descriptors=(*self.descriptors, self.lock_file.descriptor),
-        ):
-            self._forget(connection)
+        with contextlib.suppress(ConnectionError):  # it has gone; what it said last is read next
+            if not _send(
+                connection.socket,
+                _SEGMENT,
+                rank=rank,
+                number=holder.epoch,
+                descriptors=(*self.descriptors, self.lock_file.descriptor),
+            ):
+                self._forget(connection)
 
     def _try_admit(self, holder: Holder) -> None:
         """Admit a reader that is mapped; the next step goes on if its socket is full."""
@@ -688,6 +744,7 @@ class WriterControl:
         holder.start = self.admit(holder.rank, is_first)
         holder.is_admitted = True
         self._never_admitted.discard(holder.rank)
+        self.failed_attempts.pop(holder.rank, None)
         if not self._never_admitted:
             self._drop_kept_files()
         return True
@@ -710,6 +767,11 @@ class WriterControl:
         who = f"rank {holder.rank} (pid {holder.pid})"
         pidfd = holder.connection.pidfd
         return holder.unlocked.is_dead(self.lock_file, rank_byte(holder.rank), pidfd, who)
+
+    def failure_of(self, holder: Holder) -> str | None:
+        """Why a holder that has left or died did so, or None if it did not say."""
+        self._guarded(holder.connection, self._take_frames)
+        return holder.failure
 
     def send_file(self, nonce: int, descriptor: int, done: set[Holder]) -> bool:
         """
@@ -743,17 +805,18 @@ class WriterControl:
         while self._kept_files:
             os.close(self._kept_files.popitem()[1])
 
-    def close(self) -> None:
-        """Close the socket and every connection; their readers are told."""
+    def close(self, failure: str | None = None) -> None:
+        """Close the socket and every connection; their readers are told, and why if it failed."""
+        body = (failure or "").encode()
         with contextlib.suppress(OSError):  # until none is left, or it is closed already
             while True:
                 late, _ = self._listener.accept()
                 with late, contextlib.suppress(OSError):
-                    _send(late, _CLOSING)
+                    _send(late, _CLOSING, body=body)
         self._listener.close()
         for connection in self._connections.values():
             with contextlib.suppress(OSError):  # it has gone before us
-                _send(connection.socket, _CLOSING)
+                _send(connection.socket, _CLOSING, body=body)
         self.close_descriptors()
         # They would keep the memory for as long as this object lives.
         self.new_epoch = self.admit = self.strike = self.has_left = _after_close
@@ -799,6 +862,7 @@ class ReaderControl:
     lock_file: LockFile | None = attrs.field(init=False, default=None)
     _holds_byte: bool = attrs.field(init=False, default=False)
     _is_connected: bool = attrs.field(init=False, default=False)
+    _has_said_failure: bool = attrs.field(init=False, default=False)
     _socket: socket.socket = attrs.field(init=False)
     _writer_pidfd: int | None = attrs.field(init=False, default=None)
     _unlocked: _Unlocked = attrs.field(init=False, factory=_Unlocked)
@@ -873,6 +937,7 @@ class ReaderControl:
             ProtocolError: the writer refused the rank, or is no shmcast peer of this version.
             AuthenticationError: the token is not the queue's.
             QueueClosed: the writer closed before it admitted this reader.
+            WriterFailed: it closed with an error.
             WriterLost: the writer died before.
         """
         if not self._is_connected:
@@ -940,6 +1005,11 @@ class ReaderControl:
             raise ProtocolError(frame.body.decode(errors="replace"))
         elif frame.kind == _DENIAL:
             raise AuthenticationError(frame.body.decode(errors="replace"))
+        elif frame.kind == _CLOSING and frame.body:
+            raise WriterFailed(
+                f"the writer {self._whom} failed before it admitted {self._me}: "
+                f"{frame.body.decode(errors='replace')}"
+            )
         elif frame.kind == _CLOSING:
             raise QueueClosed(f"the writer closed before it admitted {self._me}")
         else:
@@ -998,6 +1068,18 @@ class ReaderControl:
         assert self.lock_file is not None  # after the handshake it is there
         who = f"the writer {self._whom}"
         return self._unlocked.is_dead(self.lock_file, WRITER_BYTE, self._writer_pidfd, who)
+
+    def say_failed(self, text: str) -> None:
+        """Tell the writer why this reader can't attach or is about to leave. From any thread."""
+        if self._has_said_failure or not self._is_connected:
+            return
+        try:
+            _send(self._socket, _FAILED, rank=self.rank, body=text.encode())
+        except OSError as error:
+            if is_foreign(error):
+                raise
+            # The writer has gone, or this end was closed.
+        self._has_said_failure = True
 
     def close(self) -> None:
         """Give the rank's byte back and close the connection."""

@@ -20,6 +20,7 @@ __all__ = [
     "QueueNotReady",
     "ReaderLost",
     "ShmcastError",
+    "WriterFailed",
     "WriterLost",
 ]
 
@@ -47,7 +48,7 @@ class _NamesRanks(ShmcastError):
 
 class ReaderLost(_NamesRanks):
     """
-    Readers died, or nobody is left to publish to. The message was not published.
+    Readers died or failed, or nobody is left to publish to. The message was not published.
 
     Attributes:
         ranks: the ranks that were lost.
@@ -56,6 +57,14 @@ class ReaderLost(_NamesRanks):
 
 class WriterLost(ShmcastError):
     """The writer died, or none is there; everything that it published has been read."""
+
+
+class WriterFailed(WriterLost):
+    """
+    The writer closed with an error, whose type and text are in this one's text.
+
+    Everything that it published has been read; what it would have published is missing.
+    """
 
 
 class ProtocolError(ShmcastError):
@@ -77,7 +86,7 @@ class MessageTooLarge(ShmcastError):
 
 class QueueFull(_NamesRanks, TimeoutError, queue.Full):
     """
-    The message could not be published in time. Nothing was published.
+    The message could not be published in time, and was not; or not everything was read in time.
 
     Attributes:
         ranks: the ranks that the writer was waiting for.

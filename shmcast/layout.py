@@ -4,11 +4,11 @@ From a config to offsets: what lies where in a segment. Arithmetic only; nothing
 ::
 
     data file: the writer stores, readers load
-    ┌────────┬───────────┬─────────┬───────────────┬──────────┬───────────┬───────┬──────────────
-    │ header │ published │ closing │ writer_sleeps │ epochs   │ chunk 0 … │ guard │ arena: blocks
-    └────────┴───────────┴─────────┴───────────────┴──────────┴───────────┴───────┴──────────────
-      a line   a line      a line    a line          8 bytes    from a new  a page  whole pages
-                                                     a rank     page on
+    ┌────────┬───────────┬─────────┬───────────────┬─────────┬────────┬───────────┬───────┬─────────
+    │ header │ published │ closing │ writer_sleeps │ failure │ epochs │ chunk 0 … │ guard │ arena: …
+    └────────┴───────────┴─────────┴───────────────┴─────────┴────────┴───────────┴───────┴─────────
+      a line   a line      a line    a line          8 lines   8 bytes  from a new  a page  blocks
+                                                               a rank   page on             of pages
 
     control file: every end of the queue may store, and each word has its owner
     ┌──────────────┬─────────────┬─────────────────┬───────────┬─────────────────────┬───────────
@@ -27,6 +27,8 @@ word           stored by                              loaded    range
 published      the writer                             readers   messages so far; only grows
 closing        the writer, once                       readers   0 or 1
 writer_sleeps  the writer                             readers   0 or 1
+failure        the writer, once, before `closing`     readers   the length of the text behind it,
+                                                                0 for none
 epoch          the writer                             reader    offers and ends of the rank's
                                                                 attachments so far; only grows
 readers_word   any end, by atomic addition            readers   any; readers sleep on it
@@ -69,13 +71,16 @@ LINE_BYTES: Final = 128
 WORD_BYTES: Final = 8
 
 _MAGIC: Final = b"shmcast\0"
-_VERSION: Final = 1
+_VERSION: Final = 2
 _HEADER: Final = struct.Struct("=8sQQQQQdQQ")
 HEADER_BYTES: Final = _HEADER.size
 _RECEIVE: Final = ("private", "copy")  # as numbers in the header
 
 #: How many blocks can be in use at a time.
 MOST_SLOTS: Final = 4096
+
+#: How long the text of a failure may be, in UTF-8. It fits a frame of the control socket too.
+MOST_FAILURE_BYTES: Final = 1000
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -104,6 +109,7 @@ class Layout:
     published_offset: int = attrs.field(init=False, default=round_up(HEADER_BYTES, LINE_BYTES))
     closing_offset: int = attrs.field(init=False)
     writer_sleeps_offset: int = attrs.field(init=False)
+    failure_offset: int = attrs.field(init=False)
     epochs_offset: int = attrs.field(init=False)
     chunks_offset: int = attrs.field(init=False)
     chunk_stride_bytes: int = attrs.field(init=False)
@@ -136,9 +142,13 @@ class Layout:
     def _writer_sleeps_offset(self) -> int:
         return self.closing_offset + LINE_BYTES
 
+    @failure_offset.default
+    def _failure_offset(self) -> int:
+        return self.writer_sleeps_offset + LINE_BYTES
+
     @epochs_offset.default
     def _epochs_offset(self) -> int:
-        return self.writer_sleeps_offset + LINE_BYTES
+        return self.failure_offset + round_up(WORD_BYTES + MOST_FAILURE_BYTES, LINE_BYTES)
 
     @chunks_offset.default
     def _chunks_offset(self) -> int:

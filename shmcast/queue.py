@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hmac
 import logging
@@ -10,9 +11,11 @@ import mmap
 import operator
 import os
 import secrets
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, SupportsIndex
 
 import attrs
@@ -37,6 +40,7 @@ from shmcast.control import (
     LockFile,
     ReaderControl,
     WriterControl,
+    failure_text,
     is_foreign,
 )
 from shmcast.errors import (
@@ -49,6 +53,7 @@ from shmcast.errors import (
     QueueNotReady,
     ReaderLost,
     ShmcastError,
+    WriterFailed,
     WriterLost,
 )
 from shmcast.handle import TOKEN_BYTES, Handle
@@ -220,11 +225,20 @@ class _Ends:
     def __init__(self) -> None:
         # Changed by single operations only: a lock could be met again by a signal handler.
         self._references: dict[int, weakref.ref[_QueueEnd]] = {}
+        self._finalizer: object = None
         os.register_at_fork(after_in_child=self._after_fork_in_child)
 
     def add(self, end: _QueueEnd) -> None:
         key = id(end)
         self._references[key] = weakref.ref(end, lambda _: self._references.pop(key, None))
+        # Anew for each end: what is registered last runs first, and has to run before the I/O
+        # thread's own, which takes an open end for abandoned.
+        atexit.unregister(self._fail_all)
+        atexit.register(self._fail_all)
+        # The children of `multiprocessing` have it, and leave `atexit` out.
+        util = sys.modules.get("multiprocessing.util")
+        if util is not None and self._finalizer is None:
+            self._finalizer = util.Finalize(None, self._fail_all, exitpriority=1)
 
     def discard(self, end: _QueueEnd) -> None:
         self._references.pop(id(end), None)
@@ -242,9 +256,35 @@ class _Ends:
         # What the child inherits would keep the memory alive after its parent's death.
         ends = self._all()
         self._references.clear()
+        self._finalizer = None
         for end in ends:
             with contextlib.suppress(OSError, AttributeError):  # one that is closing just now
                 end._close_descriptors()
+
+    def _fail_all(self) -> None:
+        """Close every end with the error that ends the interpreter, if one is known to."""
+        error = _uncaught()
+        for end in self._all():
+            if end._is_failure(error):
+                end._close(error)
+
+
+def _uncaught() -> BaseException | None:
+    """The exception that ends the interpreter or a child of `multiprocessing`, if it shows."""
+    process = sys.modules.get("multiprocessing.process")
+    error = sys.exception()
+    if process is not None and error is not None:
+        start = error.__traceback__
+        # Else the process was forked while its parent handled this error.
+        if start and start.tb_frame.f_code is process.BaseProcess._bootstrap.__code__:
+            return error
+    error = getattr(sys, "last_value", None)
+    start = None if error is None else error.__traceback__
+    # An error that a framework stored here began in one of its functions, not at the program's
+    # start; a prompt stores those that it went on after.
+    if start and start.tb_frame.f_back is None and not hasattr(sys, "ps1"):
+        return error
+    return None
 
 
 _ends = _Ends()
@@ -292,30 +332,47 @@ class _QueueEnd:
         """Whether `close` was called."""
         return self._lock.is_closing
 
-    def close(self) -> None:
-        """
-        End this end: every wait of it ends with `QueueClosed`, and later calls raise that too.
-
-        It never waits, and may be called again and from any thread. In a forked child it does
-        nothing to the queue.
-        """
+    def _close(self, error: BaseException | str | None = None) -> None:
+        if not isinstance(error, BaseException | str | None):
+            raise TypeError(f"error = {error!r} is not allowed; allowed is an exception or a text")
         if self._lock.is_forked:
             return
+        if error is not None:  # first: whoever sees the closing mark has to see this too
+            self._say_failed(failure_text(error))
         self._lock.close(self._finish)
         self._stop_waits()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._close(error if self._is_failure(error) else None)
 
     def __del__(self) -> None:
         if hasattr(self, "_lock"):  # not if the constructor failed
-            self.close()
+            self._close()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        raise TypeError(f"a {type(self).__name__} can't be pickled; send its handle instead")
+    def _is_failure(self, error: BaseException | None) -> bool:
+        """Whether a program that leaves by this error has failed this end."""
+        if isinstance(error, SystemExit):
+            return error.code not in (None, 0)
+        if isinstance(error, QueueClosed):
+            return not self._is_over
+        return error is not None and not isinstance(error, GeneratorExit)
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether its calls raise QueueClosed."""
+        return self.closed
+
+    def _say_failed(self, text: str) -> None:
+        """Have the other side told why this end closes. From any thread."""
+        raise NotImplementedError
 
     def _check_open(self) -> None:
         self._lock.check_not_forked()  # a signal handler may have forked meanwhile
@@ -358,6 +415,12 @@ class MessageQueue(_QueueEnd):
 
     Any number of threads may use it. It creates the queue; readers attach with its handle.
 
+    Leave it by `close` or as a context manager. A `with` block that ends by an exception fails the
+    queue, as `close(error=...)` does; so does an uncaught exception that ends the process while the
+    queue is open. No failures are `GeneratorExit`, `sys.exit()` with status 0, and `QueueClosed`
+    after this end was closed. An end that is dropped, or open when the program ends otherwise,
+    counts as closed: a status such as that of `sys.exit(3)` is seen by `with` alone.
+
     Args:
         config: the settings.
 
@@ -387,6 +450,7 @@ class MessageQueue(_QueueEnd):
         self._seen: weakref.WeakKeyDictionary[Holder | Peer, tuple[int, float]] = (
             weakref.WeakKeyDictionary()
         )
+        self._failure: str | None = None  # why it was closed, if by an error
         self._remote: RemoteWriter | None = None
         self._n_handed_on = 0  # how many messages the remote ranks' link was given
         self._images: dict[int, Mapping] = {}  # of those in files, until they are handed on
@@ -522,6 +586,61 @@ class MessageQueue(_QueueEnd):
             curve_keys=remote.keys or () if remote else (),
         )
 
+    def close(self, timeout: float | None = 0, *, error: BaseException | str | None = None) -> None:
+        """
+        End this end: every wait of it ends with `QueueClosed`, and later calls raise that too.
+
+        Readers that are attached get everything that was published, then the end. Ranks that have
+        never attached get nothing any more; a warning is logged for what they miss.
+
+        It may be called again and from any thread. In a forked child it does nothing to the queue.
+
+        Args:
+            timeout: in seconds, how long to wait first until every rank has taken every message,
+                also those that have not attached yet; None waits for ever. With 0 it never waits.
+            error: why the queue ends early. After the last message readers get `WriterFailed`
+                with its type and text, instead of a normal end.
+
+        Raises:
+            QueueFull: it took longer; `ranks` and the text name those that are behind. The queue is
+                still open.
+            ReaderLost: readers died or failed while it waited. The queue is still open, and the
+                next call goes on without them.
+            QueueClosed: another thread closed this end while it waited.
+        """
+        deadline = _deadline(timeout)
+        if timeout == 0 or self.closed or self._lock.is_forked:
+            self._close(error)
+            return
+        with self._lock.until(deadline, QueueFull):
+            self._wait_until_read(deadline)
+            self._close(error)  # this turn's end finishes it
+
+    def _wait_until_read(self, deadline: float) -> None:
+        wait = _Wait(deadline, self._config.warn_after_s, self._spin_ns)
+        while True:
+            self._look(self._config.on_reader_loss)
+            _ends.take_steps_of_others(self)
+            behind = tuple(rank for rank, lag in enumerate(self._ring.lags()) if lag)
+            if not behind:
+                return
+            self._check_open()
+            slice_s = wait.slice_s()
+            if slice_s == 0:
+                raise QueueFull(
+                    f"not everything was read in {wait.elapsed_s:.3g} s: {self._lag_text(behind)}",
+                    behind,
+                )
+            self._ring.wait_for_space(*wait.spin_and_sleep_ns(slice_s), self._config.n_chunks)
+            self._check_open()
+            if wait.is_long():
+                _log.warning(
+                    "writer @%s has waited %.3g s until everything is read: %s",
+                    self._address,
+                    wait.elapsed_s,
+                    self._lag_text(behind),
+                )
+
     def wait_until_ready(self, timeout: float | None = None) -> None:
         """
         Wait until every rank is attached and alive, also after a loss.
@@ -532,7 +651,8 @@ class MessageQueue(_QueueEnd):
             timeout: in seconds; None waits for ever, 0 tries once.
 
         Raises:
-            QueueNotReady: it took longer; `ranks` and the text name the missing ranks.
+            QueueNotReady: it took longer; `ranks` and the text name the missing ranks, and what
+                kept one from attaching.
             QueueClosed: this end is closed.
         """
         deadline = _deadline(timeout)
@@ -548,17 +668,19 @@ class MessageQueue(_QueueEnd):
                 slice_s = wait.slice_s()
                 if slice_s == 0:
                     raise QueueNotReady(
-                        f"{_ranks_text(missing)} not attached after {wait.elapsed_s:.3g} s",
+                        f"{_ranks_text(missing)} not attached after {wait.elapsed_s:.3g} s"
+                        f"{self._attempts_text(missing)}",
                         missing,
                     )
                 self._control.wait(slice_s)
                 self._check_open()
                 if wait.is_long():
                     _log.warning(
-                        "writer @%s has waited %.0f s for %s to attach",
+                        "writer @%s has waited %.0f s for %s to attach%s",
                         self._address,
                         wait.elapsed_s,
                         _ranks_text(missing),
+                        self._attempts_text(missing),
                     )
 
     def enqueue(self, obj: object, timeout: float | None = None) -> None:
@@ -571,7 +693,8 @@ class MessageQueue(_QueueEnd):
 
         Raises:
             QueueFull: there was no free chunk in time; `ranks` are those that are behind.
-            ReaderLost: readers died, which this call noticed; or nobody is left to publish to.
+            ReaderLost: readers died or failed, which this call noticed; or nobody is left to
+                publish to.
             ProtocolError: a reader's memory is damaged, or it lost its lock; it is not waited for
                 any more.
             MessageTooLarge: memory for this message cannot be reserved.
@@ -882,11 +1005,15 @@ class MessageQueue(_QueueEnd):
             try:
                 # Who left before it died has left.
                 is_dead = control.is_dead(holder)
-                if self._ring.has_left(rank):
+                has_left = self._ring.has_left(rank)
+                failure = control.failure_of(holder) if is_dead or has_left else None
+                if failure is not None:
+                    text = f"{self._who(rank)} failed {lags[rank]} messages behind: {failure}"
+                elif has_left:
                     _log.info("%s has left", self._who(rank))
                     control.vacate(rank)
                     continue
-                if is_dead:
+                elif is_dead:
                     text = f"{self._who(rank)} died {lags[rank]} messages behind"
             except ProtocolError as error:
                 text, is_damage = str(error), True
@@ -897,7 +1024,8 @@ class MessageQueue(_QueueEnd):
                 if rank not in self._unreported:
                     self._losses += 1
                 self._unreported[rank] = text, is_damage
-                if isinstance(holder, Holder) and not holder.connection.has_gone:
+                is_here = isinstance(holder, Holder) and not holder.connection.has_gone
+                if is_here and not self._ring.has_left(rank):  # else it has given all up
                     self._arena.disown(rank)
                 control.vacate(rank)
         self._step()
@@ -937,6 +1065,17 @@ class MessageQueue(_QueueEnd):
         holder = self._holder_of(rank)
         return f"rank {rank} (pid {holder.pid})" if holder else f"rank {rank} (not attached)"
 
+    def _attempts_text(self, ranks: Iterable[int]) -> str:
+        """What kept these ranks from attaching, as far as it is known."""
+        attempts = dict(self._control.failed_attempts)
+        if self._remote is not None:
+            attempts |= self._remote.failed_attempts
+        return "".join(
+            f"; rank {rank} could not attach: {attempts[rank]}"
+            for rank in ranks
+            if rank in attempts
+        )
+
     def _lag_text(self, ranks: tuple[int, ...]) -> str:
         lags, now = self._ring.lags(), time.monotonic()
         texts = []
@@ -946,7 +1085,7 @@ class MessageQueue(_QueueEnd):
             if holder is not None and holder in self._seen:
                 text += f", last seen {now - self._seen[holder][1]:.3g} s ago"
             texts.append(text)
-        return "; ".join(texts)
+        return "; ".join(texts) + self._attempts_text(ranks)
 
     @property
     def _is_attaching(self) -> bool:
@@ -969,15 +1108,45 @@ class MessageQueue(_QueueEnd):
         with contextlib.ExitStack() as parts:
             parts.callback(self._segment.close)
             parts.callback(self._drop_lock_file)
-            parts.callback(self._control.close)
+            parts.callback(self._control.close, self._failure)
             if self._remote is not None:
-                parts.callback(self._remote.close)
+                parts.callback(self._remote.close, self._failure)
+        self._warn_of_missed()
         _ends.discard(self)
         # The mappings end here, unless another thread is still on its way out of a call. The last
         # lines, since a signal may interrupt this and `close` come again.
         self._remote = None
         for name in ("_pickler", "_arena", "_ring"):
             self.__dict__.pop(name, None)
+
+    def _say_failed(self, text: str) -> None:
+        self._failure = self._failure or text
+        ring = getattr(self, "_ring", None)
+        if ring is not None:
+            ring.say_failed(self._failure)
+
+    def _warn_of_missed(self) -> None:
+        """Say what is left behind. An attached reader still takes it; others never can."""
+        attached = {holder.rank for _, holder in self._holders()}
+        missed = {
+            rank: lag for rank, lag in enumerate(self._ring.lags()) if lag and rank not in attached
+        }
+        if missed:
+            _log.warning(
+                "writer @%s closed before %s attached, which will never get what was published: "
+                "%s; close(timeout=...) waits for that%s",
+                self._address,
+                _ranks_text(tuple(missed)),
+                ", ".join(f"{lag} messages for rank {rank}" for rank, lag in missed.items()),
+                self._attempts_text(missed),
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError(
+            "a MessageQueue can't be pickled: it stays in the process that made it. To read in "
+            "another process, send it the handle from export_handle(). To write there, make the "
+            "queue there and send its handle here"
+        )
 
     def _drop_lock_file(self) -> None:
         if self._lock_file is not None:
@@ -1086,6 +1255,12 @@ class MessageReader(_QueueEnd):
     Any number of threads may use it; each message goes to exactly one of them. It connects and
     sends its claim here, and does not wait for the writer.
 
+    Leave it by `close` or as a context manager. A `with` block that ends by an exception fails the
+    reader, as `close(error=...)` does; so does an uncaught exception that ends the process while it
+    is open. No failures are `GeneratorExit`, `sys.exit()` with status 0, and `QueueClosed` after
+    this queue has ended. A reader that is dropped, or open when the program ends otherwise, counts
+    as closed: a status such as that of `sys.exit(3)` is seen by `with` alone.
+
     Args:
         handle: from the writer's `export_handle`.
         rank: which reader this is.
@@ -1152,6 +1327,19 @@ class MessageReader(_QueueEnd):
         """Which reader this is, 0 … n_readers - 1."""
         return self._rank
 
+    def close(self, *, error: BaseException | str | None = None) -> None:
+        """
+        End this end: every wait of it ends with `QueueClosed`, and later calls raise that too.
+
+        The writer goes on without it, and its rank may be claimed again. It never waits, and may be
+        called again and from any thread. In a forked child it does nothing to the queue.
+
+        Args:
+            error: why this reader can't go on. The writer gets `ReaderLost` with its type and text,
+                as for a reader that died.
+        """
+        self._close(error)
+
     def wait_until_ready(self, timeout: float | None = None) -> None:
         """
         Wait until the writer has admitted this reader.
@@ -1164,6 +1352,7 @@ class MessageReader(_QueueEnd):
             ProtocolError: the rank is taken, or the writer is none of this version.
             AuthenticationError: the handle's token is not the queue's.
             WriterLost: the writer died before.
+            WriterFailed: the writer failed before.
             QueueClosed: this end is closed, or the writer closed before.
         """
         deadline = _deadline(timeout)
@@ -1181,11 +1370,13 @@ class MessageReader(_QueueEnd):
             QueueEmpty: none came in time. Nothing was lost.
             QueueClosed: the writer closed and everything has been read, or this end is closed.
             WriterLost: the writer died and everything has been read.
+            WriterFailed: the writer closed with an error and everything has been read.
             ProtocolError: this attachment was ended by the writer, or a message is damaged.
             ShmcastError: the call came from inside another one in the same thread, or from a
                 forked child; or this process had no room for a large message's descriptor.
 
-        What loading the message raises passes through; the message counts as received.
+        What loading the message raises passes through, with a note that names the message; the
+        message counts as received.
         """
         if timeout is None:
             with self._lock:
@@ -1199,6 +1390,8 @@ class MessageReader(_QueueEnd):
         Every message until the writer closes.
 
         Raises:
+            WriterFailed: the writer closed with an error.
+            WriterLost: the writer died.
             QueueClosed: this end was closed, or the writer closed before it admitted this reader.
         """
         while True:
@@ -1242,8 +1435,19 @@ class MessageReader(_QueueEnd):
                 return self._load_file(taken)
             stream, buffers = taken
             return self._loads(stream, buffers=buffers)
+        except Exception as error:
+            self._add_notes(error)
+            raise
         finally:
             self._ring.release()
+
+    def _add_notes(self, error: Exception) -> None:
+        error.add_note(f"while loading message {self._ring.next_sequence} of {self!r}")
+        if isinstance(error, AttributeError | ImportError):
+            error.add_note(
+                "A class is found by its module and name: what the writer's main program defines "
+                "is looked up in this one. Put it into a module that both import."
+            )
 
     def _wait_for_message(self, deadline: float) -> Any:
         try:
@@ -1266,6 +1470,7 @@ class MessageReader(_QueueEnd):
                     f"any more"
                 )
             if ring.is_closing and not ring.lag:
+                self._check_not_failed(ring)
                 raise QueueClosed("the writer has closed, and everything was read")
             if slice_s and wait.elapsed_s < _FIRST_PROBE_S:
                 continue
@@ -1278,6 +1483,7 @@ class MessageReader(_QueueEnd):
             if ring.lag or ring.is_closing:
                 continue
             if is_dead:
+                self._check_not_failed(ring)
                 raise WriterLost(
                     f"the writer (pid {self._control.writer_pid}) died, and everything was read"
                 )
@@ -1293,6 +1499,13 @@ class MessageReader(_QueueEnd):
                     ring.next_sequence,
                     self._control.writer_pid,
                 )
+
+    def _check_not_failed(self, ring: RingReader | RemoteRing) -> None:
+        if ring.failure is not None:
+            raise WriterFailed(
+                f"the writer (pid {self._control.writer_pid}) failed, and everything that it "
+                f"published was read: {ring.failure}"
+            )
 
     def _load_file(self, nonce: int) -> Any:
         stream, buffers = self._parts_of_file(nonce)
@@ -1370,6 +1583,7 @@ class MessageReader(_QueueEnd):
             else:
                 text = f"attaching rank {self._rank} was interrupted: make a new reader"
                 self._failure = ShmcastError, (text,)
+            self._control.say_failed(failure_text(error))
             raise
 
     def _try_step(self) -> bool:
@@ -1450,6 +1664,20 @@ class MessageReader(_QueueEnd):
             reason = f"a private mapping was refused ({error})"
         _log.warning(
             "reader @%s rank %d copies large buffers: %s", self._address, self._rank, reason
+        )
+
+    @property
+    def _is_over(self) -> bool:
+        ring = getattr(self, "_ring", None)
+        return self.closed or (ring is not None and ring.is_closing and not ring.lag)
+
+    def _say_failed(self, text: str) -> None:
+        self._control.say_failed(text)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError(
+            "a MessageReader can't be pickled: send the queue's handle and a rank instead, and "
+            "attach in the other process with create_from_handle"
         )
 
     def _finish(self) -> None:

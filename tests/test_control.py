@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarn
 
 _FRAME = struct.Struct("=8sIIQ")
 _MAGIC = b"shmcast\x01"
-_CLAIM, _SEGMENT, _MAPPED, _ADMISSION, _FILE = 1, 2, 3, 4, 5
+_CLAIM, _SEGMENT, _MAPPED, _ADMISSION, _FILE, _FAILED = 1, 2, 3, 4, 5, 9
 
 
 def memory_file(content: bytes = b"\0" * 16) -> int:
@@ -575,6 +575,7 @@ def test_reader_of_another_user(host: Host, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.param(frame(_MAPPED), id="mapped before claim"),
         pytest.param(frame(_ADMISSION), id="admission to the writer"),
         pytest.param(frame(_SEGMENT), id="segment to the writer"),
+        pytest.param(frame(_FAILED, body=b"no disk"), id="failure before claim"),
         pytest.param(frame(_CLAIM, body=b"\xff" * 64), id="binary token"),
     ],
 )
@@ -584,7 +585,7 @@ def test_garbage(host: Host, data: bytes) -> None:
     connection.send(data)
     host.writer.serve()
     assert is_closed_by_writer(connection)
-    assert ({}, {}) == (host.writer.holders, host.ring.epochs)
+    assert ({}, {}, {}) == (host.writer.holders, host.ring.epochs, host.writer.failed_attempts)
     host.attach(0)
 
 
@@ -937,6 +938,7 @@ def fake() -> Iterator[FakeWriter]:
         pytest.param(frame(_FILE), 0, id="no file"),
         pytest.param(frame(_FILE), 2, id="two files"),
         pytest.param(frame(_CLAIM), 1, id="a claim"),
+        pytest.param(frame(_FAILED, body=b"no disk"), 1, id="a failure"),
         pytest.param(frame(2**32 - 1), 3, id="unknown kind"),
     ],
 )

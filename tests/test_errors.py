@@ -20,6 +20,7 @@ from shmcast import (
     QueueNotReady,
     ReaderLost,
     ShmcastError,
+    WriterFailed,
     WriterLost,
 )
 
@@ -36,9 +37,10 @@ ALL = [
     QueueFull,
     QueueNotReady,
     ReaderLost,
+    WriterFailed,
     WriterLost,
 ]
-BUILTIN_PARENTS = [
+PARENTS = [
     (ConfigError, ValueError),
     (QueueClosed, EOFError),
     (QueueFull, TimeoutError),
@@ -46,6 +48,7 @@ BUILTIN_PARENTS = [
     (QueueEmpty, TimeoutError),
     (QueueEmpty, queue.Empty),
     (QueueNotReady, TimeoutError),
+    (WriterFailed, WriterLost),
 ]
 
 
@@ -66,14 +69,16 @@ def test_one_base_catches_all(error: type[ShmcastError]) -> None:
         raise error(TEXT)
 
 
-@pytest.mark.parametrize(("error", "parent"), BUILTIN_PARENTS)
-def test_the_nearest_builtin_catches(error: type[ShmcastError], parent: type[Exception]) -> None:
-    """An error is also caught as the builtin that means the same."""
+@pytest.mark.parametrize(("error", "parent"), PARENTS)
+def test_a_wider_error_catches(error: type[ShmcastError], parent: type[Exception]) -> None:
+    """An error is also caught as the builtin, or the wider one of ours, that means the same."""
     with pytest.raises(parent):
         raise error(TEXT)
 
 
-@pytest.mark.parametrize("error", [ReaderLost, WriterLost, ProtocolError, AuthenticationError])
+@pytest.mark.parametrize(
+    "error", [ReaderLost, WriterFailed, WriterLost, ProtocolError, AuthenticationError]
+)
 def test_death_is_neither_an_end_nor_a_timeout(error: type[ShmcastError]) -> None:
     """Closed, late and dead are told apart: a loss is no EOFError, no timeout, no full queue."""
     assert not issubclass(error, EOFError | OSError | ValueError | queue.Full | queue.Empty)

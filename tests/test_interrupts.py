@@ -32,9 +32,11 @@ from shmcast import (
     QueueClosed,
     QueueConfig,
     QueueEmpty,
+    QueueFull,
     QueueNotReady,
     ReaderLost,
     ShmcastError,
+    WriterFailed,
 )
 from shmcast._ring import EndLock
 from shmcast.control import WriterControl
@@ -479,6 +481,55 @@ def test_close_interrupted_at_every_point(is_writer: bool) -> None:
     gc.collect()
     # One that was between two Python lines may leak, but not one a round.
     assert n_descriptors() - before < number // 4
+
+
+@pytest.mark.parametrize("is_writer", [False, True], ids=["reader", "writer"])
+def test_failing_close_interrupted_at_every_point(is_writer: bool) -> None:
+    """Wherever a close with an error is cut off, the other side sees no end without the error."""
+    is_cut = False
+    for number in range(1, 1000):
+        with (
+            MessageQueue(QueueConfig(n_readers=2)) as queue,
+            MessageQueue.create_from_handle(queue.export_handle(), 0) as reader,
+        ):
+            reader.wait_until_ready(PATIENCE_S)
+            first = queue if is_writer else reader
+            at_point = AtPoint(number)
+            is_cut = at_point.ends(lambda first=first: first.close(error="no disk"))
+            if is_writer:
+                with pytest.raises((WriterFailed, QueueEmpty)):
+                    reader.dequeue(0)
+            elif queue._ring.has_left(0):
+                assert "no disk" == queue._control.failure_of(queue._control.holders[0])
+            first.close(error="no disk")
+            notice = functools.partial(reader.dequeue if is_writer else queue.enqueue, timeout=0)
+            time.sleep(0.011)  # from then on an enqueue looks around
+            with pytest.raises(WriterFailed if is_writer else ReaderLost, match="no disk"):
+                notice(*[] if is_writer else [1])
+        if not is_cut:
+            break
+    assert number > 10
+    assert not is_cut
+
+
+@pytest.mark.parametrize("is_read", [False, True], ids=["times out", "all is read"])
+def test_close_that_waits_interrupted_at_every_point(make_queue: MakeQueue, is_read: bool) -> None:
+    """Wherever a close that waits is cut off, the next one closes, and nothing was lost."""
+    for number in range(1, 1000):
+        queue, (reader,) = make_queue(chunk_bytes=4096, n_chunks=2)
+        queue.enqueue(number)
+        got = [reader.dequeue(PATIENCE_S)] if is_read else []
+        at_point = AtPoint(number)
+        with contextlib.suppress(QueueFull):
+            at_point.ends(lambda queue=queue: queue.close(timeout=0.001))
+        queue.close()
+        assert not hasattr(queue, "_ring"), at_point.where
+        assert [number] == [*got, *reader], at_point.where
+        reader.close()
+        if not at_point.where:
+            break
+    assert number > 10
+    assert not at_point.where
 
 
 def test_interrupted_handshake() -> None:

@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shmcast import ConfigError, ProtocolError, QueueConfig
-from shmcast.layout import HEADER_BYTES, LINE_BYTES, Layout, round_up
+from shmcast.layout import HEADER_BYTES, LINE_BYTES, MOST_FAILURE_BYTES, Layout, round_up
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 WORD_BYTES = 8
@@ -75,6 +75,7 @@ def test_nothing_in_the_data_file_overlaps(config: QueueConfig) -> None:
         word(layout.published_offset),
         word(layout.closing_offset),
         word(layout.writer_sleeps_offset),
+        (layout.failure_offset, layout.failure_offset + WORD_BYTES + MOST_FAILURE_BYTES),
         *(word(layout.epoch_offset(rank)) for rank in range(config.n_readers)),
         *(
             (layout.chunk_offset(index), layout.chunk_offset(index) + config.chunk_bytes)
@@ -118,6 +119,7 @@ def test_words_are_aligned(config: QueueConfig) -> None:
         layout.published_offset,
         layout.closing_offset,
         layout.writer_sleeps_offset,
+        layout.failure_offset,
         layout.epoch_offset(0),
         layout.epoch_offset(last),
         layout.readers_word_offset,
@@ -153,10 +155,11 @@ def test_ends_do_not_share_lines(config: QueueConfig) -> None:
             layout.published_offset,
             layout.closing_offset,
             layout.writer_sleeps_offset,
+            layout.failure_offset,
             layout.epochs_offset,
         )
     }
-    assert 5 == len(lines)
+    assert 6 == len(lines)
     assert max(words_in_rank(layout)) + WORD_BYTES <= LINE_BYTES
 
 
@@ -221,7 +224,7 @@ def test_the_header_is_as_documented() -> None:
     """The header is the magic, the version and what the layout follows from."""
     for receive, number in (("private", 0), ("copy", 1)):
         header = attrs.evolve(LAYOUT, receive=receive).header()
-        expected = (b"shmcast\0", 1, 3, 5, 5000, 30, 60.0, number, 100_000)
+        expected = (b"shmcast\0", 2, 3, 5, 5000, 30, 60.0, number, 100_000)
         assert expected == HEADER.unpack(header)
 
 
@@ -245,13 +248,13 @@ def test_another_magic_is_refused() -> None:
         Layout.from_header(b"\x7fELF" + LAYOUT.header()[4:], LAYOUT.data_bytes)
 
 
-@pytest.mark.parametrize("version", [0, 2, 1 << 63])
+@pytest.mark.parametrize("version", [0, 1, 3, 1 << 63])
 def test_another_version_is_refused(version: int) -> None:
     """A segment of another version is refused, and the error names both versions."""
     header = HEADER.pack(b"shmcast\0", version, 3, 5, 5000, 30, 60.0, 0, 100_000)
     with pytest.raises(ProtocolError) as caught:
         Layout.from_header(header, LAYOUT.data_bytes)
-    assert [] == [part for part in (str(version), "reads 1") if part not in str(caught.value)]
+    assert [] == [part for part in (str(version), "reads 2") if part not in str(caught.value)]
 
 
 @pytest.mark.parametrize("difference", [-LAYOUT.data_bytes, -mmap.PAGESIZE, -1, 1, mmap.PAGESIZE])
@@ -292,7 +295,7 @@ def test_a_value_that_no_config_allows_is_refused(field: str, value: float) -> N
 @pytest.mark.parametrize("receive", [2, 3, 1 << 63])
 def test_another_way_to_receive_is_refused(receive: int) -> None:
     """A header with a number that stands for no way to receive is damaged."""
-    header = HEADER.pack(b"shmcast\0", 1, 3, 5, 5000, 30, 60.0, receive, 100_000)
+    header = HEADER.pack(b"shmcast\0", 2, 3, 5, 5000, 30, 60.0, receive, 100_000)
     with pytest.raises(ProtocolError, match="damaged"):
         Layout.from_header(header, LAYOUT.data_bytes)
 
@@ -310,7 +313,7 @@ def test_a_header_is_refused_or_one_that_a_writer_has(
     values: tuple[int, int, int, int], warn_after_s: float, receive: int, arena_bytes: int
 ) -> None:
     """What is not refused is the layout of some config, byte for byte."""
-    header = HEADER.pack(b"shmcast\0", 1, *values, warn_after_s, receive, arena_bytes)
+    header = HEADER.pack(b"shmcast\0", 2, *values, warn_after_s, receive, arena_bytes)
     n_readers, n_chunks, chunk_bytes, spin_us = values
     name = "copy" if receive == 1 else "private"
     try:

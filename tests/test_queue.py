@@ -16,8 +16,10 @@ import random
 import re
 import resource
 import signal
+import sys
 import threading
 import time
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -1228,10 +1230,16 @@ def test_failed_creation_gives_back(make_writer: MakeWriter) -> None:
 def test_ends_are_not_pickled(make_queue: MakeQueue) -> None:
     """An end can't be pickled, and the error says what to send instead; the handle can."""
     queue, (reader,) = make_queue()
-    for end in (queue, reader):
-        with pytest.raises(TypeError, match="can't be pickled; send its handle instead"):
+    for end, text in (
+        (
+            queue,
+            r"send it the handle from export_handle\(\)\. To write there, make the queue there",
+        ),
+        (reader, "send the queue's handle and a rank instead"),
+    ):
+        with pytest.raises(TypeError, match=f"can't be pickled: .*{text}"):
             pickle.dumps(end)
-        with pytest.raises(TypeError, match="send its handle"):
+        with pytest.raises(TypeError, match=text):
             queue.enqueue(end)
     assert queue.export_handle() == round_trip(queue, reader, queue.export_handle())
 
@@ -1302,6 +1310,28 @@ def test_failing_messages_cost_nothing(make_queue: MakeQueue) -> None:
     assert 6 == reader.stats().messages
     queue.enqueue([strided])  # which looks at what was given up
     assert 1 == queue.stats().blocks_in_use
+
+
+def test_an_error_of_loading_names_its_message(
+    make_queue: MakeQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What loading raises has a note with queue, rank and number; a missing class one more."""
+    queue, readers = make_queue(n_readers=2)
+    module = types.ModuleType("only_the_writers")
+    module.Step = type("Step", (), {"__module__": module.__name__})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for message in ("first", module.Step(), module.Step()):
+        queue.enqueue(message)
+    del module.Step  # type: ignore[attr-defined]
+    assert ["first"] * 2 == [reader.dequeue(PATIENCE_S) for reader in readers]
+    for number, error in ((1, AttributeError), (2, ModuleNotFoundError)):
+        for reader in readers:
+            with pytest.raises(error) as failed:
+                reader.dequeue(PATIENCE_S)
+            which, how = failed.value.__notes__
+            assert f"while loading message {number} of {reader!r}" == which
+            assert "a module that both import" in how
+        monkeypatch.undo()
 
 
 # --- large and odd messages -----------------------------------------------------------------------

@@ -54,6 +54,7 @@ from shmcast import (
     QueueNotReady,
     ReaderLost,
     ShmcastError,
+    WriterFailed,
     WriterLost,
     remote,
 )
@@ -1829,6 +1830,37 @@ def test_closed_ends_keep_no_descriptors() -> None:
         end.close()
     wait_for_remote_ends()
     wait_for(lambda: n_descriptors() <= before, "some descriptors are left")
+
+
+def test_failure_of_the_writer(connect: Connect) -> None:
+    """Readers on other hosts drain what a writer published, then hear why it failed."""
+    queue, readers = connect(n_readers=2)
+    queue.enqueue("m")
+    queue.close(error=ValueError("of no use"))
+    for reader in readers:
+        assert "m" == reader.dequeue(PATIENCE_S)
+        with pytest.raises(WriterFailed, match="ValueError: of no use"):
+            reader.dequeue(PATIENCE_S)
+
+
+def test_failure_of_a_reader(connect: Connect) -> None:
+    """The writer hears why a reader on another host failed, and that is a loss."""
+    queue, readers = connect(n_readers=2)
+    queue.enqueue("m")
+    readers[1].close(error=ValueError("of no use"))
+    wait_for(lambda: queue._ring.has_left(1), "the writer did not hear that it left")
+    with pytest.raises(ReaderLost, match="ValueError: of no use") as lost:
+        enqueue_numbers(queue)
+    assert (1,) == lost.value.ranks
+
+
+def test_failure_of_a_writer_that_nobody_reads() -> None:
+    """Who has not been admitted yet hears of the failure too."""
+    with new_queue() as queue, MessageReader(queue.export_handle(), 0) as reader:
+        wait_for(lambda: queue._remote and queue._remote.link.claims, "no claim came")
+        queue.close(error="of no use")
+        with pytest.raises(WriterFailed, match="of no use"):
+            reader.wait_until_ready(PATIENCE_S)
 
 
 # --- strangers before they have proved anything ---------------------------------------------------

@@ -21,6 +21,7 @@ from shmcast.errors import (
     ProtocolError,
     QueueClosed,
     ShmcastError,
+    WriterFailed,
     WriterLost,
 )
 from shmcast.remote.addresses import addresses_of, join, split
@@ -318,7 +319,7 @@ class ReaderLink(Link):
         if is_connected and connection.leave_by == math.inf:
             self._say(connection, Kind.LEAVE, text=self.last_word)  # it answers by an eviction
             connection.leave_by = now + self.timing.goodbye_s
-        return not has_to_leave and (
+        return not self._has_to_leave(now, connection) and (
             is_struck
             or connection.has_ended
             or not self._was_heard
@@ -582,7 +583,11 @@ class ReaderLink(Link):
             is_due = ring.next_sequence >= connection.acked + self._ack_every
             if ring.relayed is None or ring.ack_from == 0 or is_due:
                 self._say_acked(connection)
-                if not connection.is_muted and has_come(connection.socket):
+                if connection.is_muted:
+                    return  # the thread looks soon
+                if ring.n_reached > connection.acked:  # nothing would set the time for the rest
+                    ring.ack_from = connection.acked + 1
+                if has_come(connection.socket):
                     self.ask()
             else:  # nothing arrives here that would set the time
                 ring.ack_from = connection.acked + self._ack_every
@@ -607,10 +612,13 @@ class ReaderLink(Link):
         # Over a new connection too: the writer may not have heard of it over the last one.
         is_due = ring.next_sequence >= max(ring.ack_from, connection.acked + 1)
         if is_due or now >= self._ack_at or self.is_closing or is_left:
-            self._say_acked(connection)
             self._ack_at, self._timed_number = math.inf, ring.n_arrived
-            if ring.lag:
+            self._say_acked(connection)
+            while ring.n_reached > connection.acked:
                 ring.ack_from = connection.acked + 1
+                if ring.next_sequence == connection.acked:
+                    break
+                self._say_acked(connection)  # released before that was stored
         elif self._ack_at == math.inf and ring.n_arrived > self._timed_number:
             self._ack_at = now + self.timing.ack_s
 
@@ -650,11 +658,7 @@ class ReaderLink(Link):
         elif kind == Kind.ADMISSION:
             self._take_admission(connection, header.number, body)
         elif kind == Kind.CLOSING:
-            if self.start is not None:
-                ring.failure = clean(body, MOST_TEXT_BYTES) or None
-                ring.n_all = header.number  # last: then the failure counts
-            else:
-                self._fail(QueueClosed, f"the writer closed before it admitted rank {self._rank}")
+            self._take_closing(connection, header.number, clean(body, MOST_TEXT_BYTES))
         elif kind == Kind.ENDING:
             self._n_at_end = header.number
         elif kind == Kind.EVICTION:
@@ -671,6 +675,18 @@ class ReaderLink(Link):
         ring.notify()
         if self.loop.is_exiting or ring.n_all is not None or self._n_at_end is not None:
             self.ask()
+
+    def _take_closing(self, connection: Connection, n_all: int, failure: str) -> None:
+        if self.start is not None:
+            self._ring.failure = failure or None
+            self._ring.n_all = n_all  # last: then the failure counts
+            return
+        self._say(connection, Kind.DONE)
+        before = f"before it admitted rank {self._rank}"
+        if failure:
+            self._fail(WriterFailed, f"the writer failed {before}: {failure}")
+        else:
+            self._fail(QueueClosed, f"the writer closed {before}")
 
     def _take_admission(self, connection: Connection, start: int, body: bytes) -> None:
         numbers, pid = body[: ADMITTED.size], body[ADMITTED.size :]

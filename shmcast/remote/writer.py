@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 from shmcast._ring import RingReader
+from shmcast.control import FailedAttempt
 from shmcast.errors import ProtocolError, ShmcastError
 from shmcast.remote.frames import Kind, RingSizes
 from shmcast.remote.loop import Event, Loop
@@ -85,6 +86,11 @@ class RemoteWriter:
     def claimed(self) -> Event:
         """Set when a claim has come, or a peer has left, was lost or is at fault."""
         return self.link.claimed
+
+    @property
+    def failed_attempts(self) -> dict[int, FailedAttempt]:
+        """What kept ranks from attaching."""
+        return self.link.failed_attempts
 
     @property
     def missing_ranks(self) -> tuple[int, ...]:

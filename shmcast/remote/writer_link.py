@@ -20,6 +20,7 @@ import attrs
 import zmq
 
 from shmcast._ring import RingReader
+from shmcast.control import FailedAttempt
 from shmcast.errors import ConfigError, ProtocolError
 from shmcast.remote.addresses import addresses_of, is_wildcard, join, split
 from shmcast.remote.frames import (
@@ -185,6 +186,7 @@ class WriterLink(Link):
         self.commands: collections.deque[Callable[[], object]] = collections.deque()
         # The bytes of those messages on their way that are in files, by number.
         self.filed: dict[int, int] = {}
+        self.failed_attempts: dict[int, FailedAttempt] = {}  # by rank
         self._ranks, self._token, self._sizes = ranks, token.encode(), sizes
         self._peers: dict[int, Peer] = {}  # by session
         self._by_identity: dict[bytes, Peer] = {}
@@ -486,6 +488,7 @@ class WriterLink(Link):
         connection = peer.connection
         if peer.state is State.CLAIMED:
             peer.state = State.STARTED
+            self.failed_attempts.pop(peer.rank, None)
             peer.sent_number = peer.acked = seat.start
             if connection is not None:
                 connection.next_number = seat.start
@@ -510,15 +513,18 @@ class WriterLink(Link):
 
     def begin_closing(self, error: bytes = b"") -> None:
         """Nothing follows; readers hear the error, if there was one, when they have all."""
-        self._is_ending, self._last_word = True, error[:MOST_TEXT_BYTES]
+        text = error[:MOST_TEXT_BYTES].decode("utf-8", "ignore")
+        self._is_ending, self._last_word = True, text.encode()
         self._progress_at = self.loop.now
         for peer in list(self._peers.values()):
             if peer.state is State.CLAIMED:
-                self.forget(peer, Kind.CLOSING)
+                self._send(peer, Kind.CLOSING, text=self._last_word)
 
     # --- peers ---
 
     def _is_awaited(self, peer: Peer) -> bool:
+        if peer.state is State.CLAIMED:
+            return self._is_ending and peer.connection is not None and peer.done_number < 0
         if peer.state is not State.STARTED:
             return False
         if not self._is_ending:  # threads may go on to publish while the process ends
@@ -625,8 +631,10 @@ class WriterLink(Link):
         peer = self._peers.get(session)
         if peer is None:
             if kind == Kind.RESUME or self._is_ending:
-                answer = Kind.EVICTION if kind == Kind.RESUME else Kind.CLOSING
-                self._answer(identity, answer, "", session)
+                if kind == Kind.RESUME:
+                    self._answer(identity, Kind.EVICTION, "", session)
+                else:
+                    self._answer(identity, Kind.CLOSING, self._last_word.decode(), session)
                 return
             peer = self._peers[session] = Peer(rank, session, clean(pid), now, now)
         if peer.rank != rank:
@@ -638,6 +646,9 @@ class WriterLink(Link):
         peer.known_as = identity
         self._by_identity[identity] = peer
         peer.heard_at, peer.cut_at, peer.is_leaving = now, None, False
+        if peer.state is State.CLAIMED and self._is_ending:
+            self._send(peer, Kind.CLOSING, text=self._last_word)
+            return
         if peer.state is State.CLAIMED:
             self.claims.append(peer)
             self.claimed.set()
@@ -693,6 +704,8 @@ class WriterLink(Link):
             peer.failure = error or None  # before it is seen to have left
             self._release(now, peer)
             peer.seat.place.leave()
+        elif error:
+            self.failed_attempts[peer.rank] = FailedAttempt(error, peer.pid)
         self._drop(peer)
         self.claimed.set()
 

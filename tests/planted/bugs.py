@@ -85,6 +85,21 @@ BUGS: Final = (
         ("test_queue.py::test_timeout_between_the_files_of_two_readers",),
     ),
     Bug(
+        "reason of a failure said after the end",
+        "queue.py",
+        """
+        if error is not None:  # first: whoever sees the closing mark has to see this too
+            self._say_failed(failure_text(error))
+        self._lock.close(self._finish)
+""",
+        """
+        self._lock.close(self._finish)
+        if error is not None:
+            self._say_failed(failure_text(error))
+""",
+        ("test_failure.py::test_the_reason_comes_before_the_mark",),
+    ),
+    Bug(
         "no fence at the sleep mark",
         "_ring.pyx",
         """
@@ -103,11 +118,11 @@ BUGS: Final = (
         "_ring.pyx",
         """
         self._refresh()
-        return self.published - self.cached_least < self.n_chunks
+        return self.published - self.cached_least + n_free <= self.n_chunks
 """,
         """
         self._refresh()
-        return self.published - self.cached_least <= self.n_chunks
+        return self.published - self.cached_least + n_free <= self.n_chunks + 1
 """,
         ("test_ring.py::test_claim_of_a_full_ring",),
     ),
@@ -330,6 +345,9 @@ BUGS: Final = (
                 return self._load_file(taken)
             stream, buffers = taken
             return self._loads(stream, buffers=buffers)
+        except Exception as error:
+            self._add_notes(error)
+            raise
         finally:
             self._ring.release()
 """,
@@ -350,6 +368,7 @@ BUGS: Final = (
         "queue.py",
         """
             if ring.is_closing and not ring.lag:
+                self._check_not_failed(ring)
                 raise QueueClosed("the writer has closed, and everything was read")
 """,
         """

@@ -35,9 +35,9 @@ def write_numbers(RingWriter ring not None, uint64_t count, int64_t spin_ns, int
     memset(uses, 0, sizeof(uses))
     with nogil:
         while ring.published < count:
-            if not ring._has_space():
-                if not ring._poll_space(monotonic_ns() + spin_ns):
-                    ring._sleep_for_space(sleep_ns)
+            if not ring._has_space(1):
+                if not ring._poll_space(monotonic_ns() + spin_ns, 1):
+                    ring._sleep_for_space(sleep_ns, 1)
                 continue
             if _has_block(ring.published):
                 slot = ring.published % N_BLOCKS

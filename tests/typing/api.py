@@ -30,6 +30,7 @@ from shmcast import (
     QueueNotReady,
     ReaderLost,
     ShmcastError,
+    WriterFailed,
     WriterLost,
 )
 
@@ -106,7 +107,10 @@ def write(config: QueueConfig) -> None:
         assert_type(stats.arena_bytes_in_use, int)
         assert_type(stats.fallbacks, int)
         assert_type(stats.losses, int)
+        queue.close(timeout=30)
+        queue.close(None, error="no disk")
     queue.close()
+    queue.close(error=RuntimeError("no disk"))
 
 
 def read(handle: Handle) -> Iterator[object]:
@@ -124,6 +128,8 @@ def read(handle: Handle) -> Iterator[object]:
             assert_type(message, Any)
             yield message
     reader.close()
+    reader.close(error="no disk")
+    reader.close(error=KeyboardInterrupt())
     allowing = MessageQueue.create_from_handle(handle, 1, allow=("my.package:Step",))
     assert_type(allowing, MessageReader)
 
@@ -169,6 +175,9 @@ def catch(queue: MessageQueue, reader: MessageReader) -> object:
     except QueueClosed as error:
         as_end: EOFError = error
         return as_end
+    except WriterFailed as error:
+        as_loss: WriterLost = error
+        return as_loss
     except (WriterLost, ProtocolError, AuthenticationError):
         return None
     except ConfigError as error:
@@ -195,4 +204,7 @@ def misuse(queue: MessageQueue, reader: MessageReader, handle: Handle) -> None:
     reader.empty((2, 3), torch.uint8)  # type: ignore[attr-defined]
     reader.export_handle()  # type: ignore[attr-defined]
     reader.rank = 1  # type: ignore[misc]
+    reader.close(timeout=1)  # type: ignore[call-arg]
+    queue.close(0, "no disk")  # type: ignore[misc]
+    queue.close(error=RuntimeError)  # type: ignore[arg-type]
     shmcast.create_from_handle(handle, 0)  # type: ignore[attr-defined]
