@@ -126,8 +126,9 @@ class Link:
 
     def ask(self) -> None:
         """Have the thread run this link soon, from any thread."""
-        self.loop.asked.append(self)
-        self.loop.wake()
+        if not self.is_done:
+            self.loop.asked.append(self)
+            self.loop.wake()
 
     def begin(self) -> None:
         """Called once, before all else."""
@@ -256,6 +257,7 @@ class Loop:
             timeout_s = 0.0 if self.asked or self._new_links else max(0.0, next_at - self.now)
         self._zap.close(0)
         self._epoll.close()
+        self.asked.clear()
         self.context.term()
         with self._wake_lock:
             self._wake.close()

@@ -330,7 +330,9 @@ class WriterLink(Link):
         self.loop.drop(self._monitor)
         self.loop.drop(self._socket, linger_ms=linger_ms)
         self._listener.close()
-        self._messages.clear()
+        # Their places keep the ring's memory.
+        for kept in (self._messages, self._peers, self._by_identity, self.claims, self.commands):
+            kept.clear()
         self.is_done = True
         if self.is_closing:
             self.claimed.close()
