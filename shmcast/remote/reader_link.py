@@ -347,6 +347,8 @@ class ReaderLink(Link):
 
     def _end(self) -> None:
         self._drop_relay()  # `close` may have come since it was looked at
+        if self.is_closing:  # no call uses it any more, and it keeps memory
+            self._ring.relayed = None
         self.is_done = True
 
     # --- connections ---
