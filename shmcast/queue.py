@@ -515,7 +515,14 @@ class MessageQueue(_QueueEnd):
             security=config.security,
             ranks=tuple(sorted({*self._ranks} - {*self._local_ranks})),
             token=self._token,
-            sizes=RingSizes(config.n_chunks, config.chunk_bytes, config.arena_bytes),
+            sizes=RingSizes(
+                config.n_chunks,
+                config.chunk_bytes,
+                config.arena_bytes,
+                config.spin_us,
+                copies=config.receive == "copy",
+                warn_after_us=int(min(config.warn_after_s, 1e12) * 1e6),
+            ),
             place_of=lambda rank, epoch: RingReader(segment, rank, epoch),
             new_epoch=self._ring.new_epoch,
             admit=self._ring.admit,
@@ -960,6 +967,8 @@ class MessageQueue(_QueueEnd):
                 behind,
             )
         is_nudged = False
+        if self._remote is not None:
+            self._remote.leave_to_thread()
         if slice_s and for_chunk:
             is_nudged = self._ring.wait_for_space(*wait.spin_and_sleep_ns(slice_s))
         else:  # a reader takes a file from its socket without a word
@@ -1216,6 +1225,9 @@ class _Relay(MessageQueue):
                 chunk_bytes=sizes.chunk_bytes + mmap.PAGESIZE,  # for the number of each message
                 n_chunks=sizes.n_chunks,
                 arena_bytes=sizes.arena_bytes,
+                receive="copy" if sizes.copies else "private",
+                spin_us=sizes.spin_us,
+                warn_after_s=sizes.warn_after_us / 1e6,
                 on_reader_loss="evict",
             )
         )
@@ -1233,6 +1245,10 @@ class _Relay(MessageQueue):
     @property
     def descriptor(self) -> int:
         return self._control.descriptor
+
+    @property
+    def has_readers(self) -> bool:
+        return bool(self._ring.expected_ranks())
 
     def tend(self) -> None:
         with self._lock:

@@ -34,6 +34,8 @@ from pathlib import Path
 from pickle import PickleBuffer
 from typing import Any, Final
 
+import attrs
+
 from shmcast import (
     Handle,
     MessageQueue,
@@ -157,11 +159,11 @@ class Remote(Tensors):
     share_of_remote_ranks = 0.6
 
     def __init__(self) -> None:
-        import shmcast.remote
+        from shmcast.remote.loop import Link
 
         super().__init__()
         # For so long each death of a reader stops its queue, and a closed writer goes on.
-        vars(shmcast.remote).update(RESUME_S=1.0, _LINGER_S=PATIENCE_S)
+        Link.timing = attrs.evolve(Link.timing, resume_s=1.0, linger_s=PATIENCE_S)
 
 
 class Hosts(Remote):

@@ -36,9 +36,9 @@ from shmcast import (
     ReaderLost,
     WriterLost,
     distributed,
-    remote,
 )
 from shmcast.door import all_ends
+from shmcast.remote.loop import Link
 
 MESSAGES = [{"step": 0}, bytes(range(256)) * 5000, b"", bytearray(3 << 20), "the last one"]
 #: What the command is, whatever the path.
@@ -449,7 +449,7 @@ def test_remote_reader_dies(
             if isinstance(end, MessageReader):
                 pipe.send("ready")
                 return list(collections.deque(end, len(MESSAGES)))  # the last ones
-            monkeypatch.setattr(remote, "RESUME_S", 1.0)
+            monkeypatch.setattr(Link, "timing", attrs.evolve(Link.timing, resume_s=1.0))
             end.export_handle().save(saved)
             pipe.send(end.export_handle().endpoint)
             with pytest.raises(ReaderLost) as lost:

@@ -26,6 +26,7 @@ from pathlib import Path
 from pickle import PickleBuffer
 from typing import Any
 
+import attrs
 import pytest
 from conftest import PATIENCE_S, Child, StartChild
 
@@ -706,9 +707,9 @@ def test_exit_at_any_moment(place: str, how: str) -> None:
 
 def write_with_few_descriptors(pipe: Connection) -> None:
     """Wait for a reader with room for 200 connections; then publish once."""
-    import shmcast.remote as remote_module
+    from shmcast.remote.loop import Link
 
-    remote_module._GREETING_S = 1.0  # type: ignore[misc]  # that long takes a stranger's place
+    Link.timing = attrs.evolve(Link.timing, greeting_s=1.0)  # that long takes a stranger's place
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
     with MessageQueue(QueueConfig(**REMOTE)) as queue:
         pipe.send(queue.export_handle())

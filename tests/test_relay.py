@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from conftest import PATIENCE_S, StartChild
@@ -32,13 +33,14 @@ from shmcast import (
     QueueFull,
     ReaderLost,
     WriterLost,
-    remote,
 )
 from shmcast import (
     queue as queue_module,
 )
 from shmcast.queue import _Relay, _relay_handle, _Relayed
 from shmcast.remote import RingSizes
+from shmcast.remote.loop import Link
+from shmcast.remote.reader_link import ReaderLink
 
 MIB = 1 << 20
 
@@ -47,7 +49,12 @@ def relays_to(queue: MessageQueue) -> dict[int, int]:
     """Which rank relays to which, as the writer sees it."""
     assert queue._remote is not None
     peers = dict(queue._remote.holders)
-    return {rank: peer.via.rank for rank, peer in peers.items() if peer.via is not None}
+    connections = {rank: peer.connection for rank, peer in peers.items()}
+    return {
+        rank: connection.via.rank
+        for rank, connection in connections.items()
+        if connection is not None and connection.via is not None
+    }
 
 
 def is_relay(reader: MessageReader) -> bool:
@@ -330,7 +337,7 @@ def test_who_is_evicted_resumes(host: Host) -> None:
     queue.enqueue(message_of(0))
     assert_is(0, reader.dequeue(PATIENCE_S))
     assert relay._remote is not None
-    ring = relay._remote._relay
+    ring = relay._remote.link._relay
     assert isinstance(ring, _Relay)
     with ring._lock:
         ring._evict(1)
@@ -370,7 +377,7 @@ def test_a_stopped_relay_that_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """When the writer gives up a relay that is stopped, the others get their messages again."""
-    monkeypatch.setattr(remote, "RESUME_S", 1.0)
+    monkeypatch.setattr(Link, "timing", attrs.evolve(Link.timing, resume_s=1.0))
     with new_queue(2) as queue:
         handle, proxy = behind_proxy(queue.export_handle())
         relay = start_child(receive, handle, 0)
@@ -396,22 +403,22 @@ def test_a_stopped_relay_that_is_lost(
 
 def test_a_relay_that_closes_just_after_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whenever its reader closes, the relay's ring is closed too, or others would wait for it."""
-    tend = remote.RemoteReader._tend_relay
+    tend = ReaderLink._tend_relay
 
-    def tend_and_close(self: remote.RemoteReader, *arguments: Any) -> None:
-        tend(self, *arguments)
-        if self.ring.is_closing:
+    def tend_and_close(self: ReaderLink) -> None:
+        tend(self)
+        if self._ring.is_closing:
             reader.close()
 
     with new_queue(1, security="none") as queue:
         reader = MessageReader(queue.export_handle(), 0)
         reader.wait_until_ready(PATIENCE_S)
-        link = reader._remote
-        assert link is not None
+        assert reader._remote is not None
+        link = reader._remote.link
         wait_for(lambda: link._relay is not None, "it does not become the relay")
         ring = link._relay
         assert isinstance(ring, _Relay)
-        monkeypatch.setattr(remote.RemoteReader, "_tend_relay", tend_and_close)
+        monkeypatch.setattr(ReaderLink, "_tend_relay", tend_and_close)
         queue.close()
         wait_for(lambda: link.is_done, "it does not end")
         assert ring.closed

@@ -410,7 +410,7 @@ BUGS: Final = (
     # --- remote readers ---
     Bug(
         "messages taken again that were sent again after a cut",
-        "remote.py",
+        "remote/reader_link.py",
         """
         if number < ring.n_arrived:  # sent again after a cut
             return
@@ -422,37 +422,38 @@ BUGS: Final = (
     ),
     Bug(
         "released when it was sent, not when it was acknowledged",
-        "remote.py",
+        "remote/writer_link.py",
         """
-        peer.sent_number = max(peer.sent_number, peer.next_number)
+        if is_sent:
+            connection.next_number = number + 1
 """,
         """
-        peer.sent_number = max(peer.sent_number, peer.next_number)
-        peer.acked = peer.sent_number
+        if is_sent:
+            connection.next_number = number + 1
+            peer.acked = number + 1
 """,
         ("test_remote.py::test_full_window_names_the_rank",),
     ),
     Bug(
         "sent to every reader of a host",
-        "remote.py",
+        "remote/writer_link.py",
         """
-            if peer.via is not None and peer.next_number >= peer.via_from:
-                peer.next_number = self._published
-            elif self._send_message(peer):
-                peer.next_number += 1
-            else:
-                break
+                if connection.via is not None and number >= connection.via_from:
+                    connection.next_number = number + 1
+                elif not self._send_message(peer, connection):
+                    self._is_behind = True
+                    continue
 """,
         """
-            if not self._send_message(peer):
-                break
-            peer.next_number += 1
+                if not self._send_message(peer, connection):
+                    self._is_behind = True
+                    continue
 """,
         ("test_relay.py::test_once_per_host",),
     ),
     Bug(
         "unknown keys let in",
-        "remote.py",
+        "remote/loop.py",
         """
             code, text = (b"200", b"OK") if allowed else (b"400", b"unknown key")
 """,
