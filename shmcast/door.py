@@ -18,6 +18,7 @@ import itertools
 import logging
 import math
 import os
+import sys
 import time
 import weakref
 from _thread import RLock, get_ident  # gevent replaces the one in `threading`
@@ -144,10 +145,10 @@ class Watch:
         end = self.end
         if end is None:
             return
-        due_at: float | None = None
+        due_at: float | None = now
         try:
             due_at = end.take_step()
-        except Exception:
+        except Exception:  # tried again, and said once
             if not self._has_failed:
                 _log.exception("a step of %r failed", end)
             self._has_failed = True
@@ -207,11 +208,18 @@ class _Door:
             if _WAKE_KEY in keys:
                 os.eventfd_read(self._wake)
             while self.calls:
-                self.calls.pop(0)()
+                self._call(self.calls.pop(0))
             now = time.monotonic()
             for watch in list(self.watches.values()):
                 if watch.key in keys or watch.due_at <= now:
                     watch.serve(now)
+
+    @staticmethod
+    def _call(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception:  # a log handler's own, which nobody else would hear of
+            sys.excepthook(*sys.exc_info())
 
     def _has_ended(self) -> bool:
         with _Door.lock:

@@ -542,7 +542,7 @@ class RemoteWriter(_Link):
         self._waiting: list[Peer] = []
         # The bytes of those on their way that are in files, by number; the I/O thread takes out.
         self._filed: dict[int, int] = {}
-        self.claimed = _Event()  # set when a claim has come
+        self.claimed = _Event()  # set when a claim has come, or a peer is lost
 
         # From here on the I/O thread's, but for the two queues between it and the writer's end.
         self._commands: collections.deque[Callable[[], object]] = collections.deque()
@@ -868,6 +868,7 @@ class RemoteWriter(_Link):
             _log.info("the writer at %s refused a peer: %s", self.endpoint, error)
             if peer is not None:
                 peer.fault = f"broke the protocol: {error}"
+                self.claimed.set()
             self._answer(identity, _REFUSAL, str(error))
 
     def _answer(self, identity: bytes, kind: int, text: str, session: int = 0) -> None:
@@ -952,6 +953,7 @@ class RemoteWriter(_Link):
                 # Decided here: it can't come back while the writer uses its place again.
                 peer.is_lost, peer.is_over = peer.is_started, not peer.is_started
                 self._remove(peer)
+                self.claimed.set()
                 return
             self._lose_at = min(self._lose_at, peer.cut_at + RESUME_S)
         if not peer.is_started:

@@ -1232,7 +1232,10 @@ def test_200_queues_in_one_process() -> None:
             assert number == round_trip(queue, reader, number)
         assert 12 * 200 >= count_descriptors() - before
         assert threads + 1 == count_threads()
-    assert (before, threads) == (count_descriptors(), count_threads())
+    assert before == count_descriptors()
+    deadline = time.monotonic() + PATIENCE_S
+    while threads != count_threads():  # the system clears it away a little later
+        assert time.monotonic() < deadline
 
 
 def test_failed_creation_gives_back(make_writer: MakeWriter) -> None:
