@@ -615,6 +615,34 @@ def report_locks(pipe: Connection, pid: int, descriptor: int) -> None:
     pipe.send(held)
 
 
+def hold_much_memory(pipe: Connection, handle: Handle, rank: int) -> None:
+    """Attach, with a file of memory that takes the kernel half a second to give back."""
+    with MessageQueue.create_from_handle(handle, rank) as reader:
+        reader.wait_until_ready(PATIENCE_S)
+        file = os.memfd_create("much")
+        os.posix_fallocate(file, 0, 2 << 30)
+        pipe.send("attached")
+        signal.pause()
+
+
+def enqueue_without_end(queue: MessageQueue) -> None:
+    """Enqueue until that raises something else than QueueFull."""
+    while True:
+        with contextlib.suppress(QueueFull):
+            queue.enqueue("m", timeout=0.01)
+
+
+def test_slow_exit(start_child: StartChild, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process whose files take long to close is dead as soon as its lock is free."""
+    monkeypatch.setattr(control_module, "_UNLOCKED_S", 0.0)  # else it would have to take a second
+    with MessageQueue(QueueConfig()) as queue:
+        child = start_child(hold_much_memory, queue.export_handle(), 0)
+        assert "attached" == child.receive()
+        os.kill(child.pid, signal.SIGKILL)
+        with pytest.raises(ReaderLost, match=rf"rank 0 \(pid {child.pid}\) died"):
+            enqueue_without_end(queue)
+
+
 # --- the writer dies ------------------------------------------------------------------------------
 
 
