@@ -65,6 +65,7 @@ __all__ = [
     "WriterControl",
     "failure_text",
     "is_foreign",
+    "named",
     "peer_of",
 ]
 
@@ -241,6 +242,11 @@ def _new_socket() -> socket.socket:
     new = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     new.setblocking(False)  # not by a flag, which a gevent socket does not look at
     return new
+
+
+def named(pid: int | str | None) -> str:
+    """What texts call a process; the kernel says 0 of one in a pid namespace that we can't see."""
+    return "in another pid namespace" if pid == 0 else f"pid {pid}"
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
@@ -469,7 +475,7 @@ class FailedAttempt:
     at: float = attrs.field(factory=time.monotonic)
 
     def __str__(self) -> str:
-        return f"{self.text} (pid {self.pid}, {time.monotonic() - self.at:.3g} s ago)"
+        return f"{self.text} ({named(self.pid)}, {time.monotonic() - self.at:.3g} s ago)"
 
 
 @attrs.define(eq=False)
@@ -723,7 +729,7 @@ class WriterControl:
             holder.failure = holder.failure or text
             return
         self.failed_attempts[rank] = FailedAttempt(text, connection.pid)
-        say(_log.warning, "rank %d (pid %d) can't attach: %s", rank, connection.pid, text)
+        say(_log.warning, "rank %d (%s) can't attach: %s", rank, named(connection.pid), text)
         self._forget(connection)
 
     def _claim(self, connection: _Connection, frame: _Frame) -> None:
@@ -757,7 +763,7 @@ class WriterControl:
             self._refuse(
                 connection,
                 _REFUSAL,
-                f"rank {rank} is {verb} by process {holder.pid}, which is alive",
+                f"rank {rank} is {verb} by process {holder.pid or named(0)}, which is alive",
             )
 
     def _refuse(self, connection: _Connection, kind: int, text: str) -> None:
@@ -823,7 +829,7 @@ class WriterControl:
         Raises:
             ProtocolError: it lost its lock though it is alive.
         """
-        who = f"rank {holder.rank} (pid {holder.pid})"
+        who = f"rank {holder.rank} ({named(holder.pid)})"
         pidfd = holder.connection.pidfd
         return holder.unlocked.is_dead(
             self.lock_file, rank_byte(holder.rank), holder.pid, pidfd, who
@@ -1057,7 +1063,7 @@ class ReaderControl:
 
     @property
     def _whom(self) -> str:
-        return f"(pid {self.writer_pid})"
+        return f"({named(self.writer_pid)})"
 
     def _take(self, frame: _Frame) -> None:
         n_descriptors = len(frame.descriptors)

@@ -44,6 +44,7 @@ from shmcast.control import (
     WriterControl,
     failure_text,
     is_foreign,
+    named,
 )
 from shmcast.door import Watch, all_ends, say
 from shmcast.errors import (
@@ -1097,7 +1098,7 @@ class MessageQueue(_QueueEnd):
 
     def _who(self, rank: int) -> str:
         holder = self._holder_of(rank)
-        return f"rank {rank} (pid {holder.pid})" if holder else f"rank {rank} (not attached)"
+        return f"rank {rank} ({named(holder.pid)})" if holder else f"rank {rank} (not attached)"
 
     def _attempts_text(self, ranks: Iterable[int]) -> str:
         """What kept these ranks from attaching, as far as it is known."""
@@ -1523,7 +1524,7 @@ class MessageReader(_QueueEnd):
             if is_dead:
                 self._check_not_failed(ring)
                 raise WriterLost(
-                    f"the writer (pid {self._control.writer_pid}) died, and everything was read"
+                    f"the writer ({named(self._control.writer_pid)}) died, and everything was read"
                 )
             if not slice_s:
                 raise QueueEmpty(f"no message came in {wait.elapsed_s:.3g} s")
@@ -1533,7 +1534,7 @@ class MessageReader(_QueueEnd):
     def _check_not_failed(self, ring: RingReader | RemoteRing) -> None:
         if ring.failure is not None:
             raise WriterFailed(
-                f"the writer (pid {self._control.writer_pid}) failed, and everything that it "
+                f"the writer ({named(self._control.writer_pid)}) failed, and everything that it "
                 f"published was read: {ring.failure}"
             )
 
@@ -1576,7 +1577,7 @@ class MessageReader(_QueueEnd):
             if not slice_s:
                 raise QueueNotReady(
                     f"rank {self._rank} is not attached after {wait.elapsed_s:.3g} s: the writer "
-                    f"(pid {self._control.writer_pid}) has not answered: it may be stopped",
+                    f"({named(self._control.writer_pid)}) has not answered: it may be stopped",
                     (self._rank,),
                 )
             self._control.wait(slice_s)
@@ -1587,7 +1588,7 @@ class MessageReader(_QueueEnd):
     def _say_wait(self, wait: _Wait, what_for: str) -> None:
         text = (
             f"reader @{self._address} rank {self._rank} has waited {wait.elapsed_s:.3g} s "
-            f"{what_for} the writer (pid {self._control.writer_pid})"
+            f"{what_for} the writer ({named(self._control.writer_pid)})"
         )
         say(_log.warning, text)
 
