@@ -316,6 +316,7 @@ def write(page: Page, kind: Bytes, seed: str, config: QueueConfig) -> None:
             messages.keep(number, message, is_cleared=True)
         if rng.random() < 0.3:
             time.sleep(rng.expovariate(1 / kind.pace_s))
+    page[LOSSES] = queue.stats().losses  # the door thread may have noticed some since
     queue.close()
     messages.drop_all()
     del queue, message
