@@ -447,6 +447,7 @@ class MessageQueue(_QueueEnd):
         self._has_warned = False
         self._fallbacks = 0
         self._losses = 0
+        self._last_lost: Holder | Peer | None = None
         # Each holder's cursor at the last look, and when it had moved.
         self._seen: weakref.WeakKeyDictionary[Holder | Peer, tuple[int, float]] = (
             weakref.WeakKeyDictionary()
@@ -1064,13 +1065,15 @@ class MessageQueue(_QueueEnd):
                 text = f"{self._who(rank)} stored a cursor that is out of range"
                 is_damage = True
             if text is not None:
-                if rank not in self._unreported:
+                if self._last_lost is not holder:  # else a signal came before it was vacated
                     self._losses += 1
+                    self._last_lost = holder
                 self._unreported[rank] = text, is_damage
                 is_here = isinstance(holder, Holder) and not holder.connection.has_gone
                 if is_here and not self._ring.has_left(rank):  # else it has given all up
                     self._arena.disown(rank)
                 control.vacate(rank)
+                self._last_lost = None
         return self._step()
 
     def _holders(self) -> Iterator[tuple[Any, Holder | Peer]]:

@@ -209,6 +209,20 @@ def test_a_death_is_noticed_while_the_writer_sleeps(
         assert 1 == queue.stats().losses
 
 
+def test_a_rank_is_lost_twice_between_two_calls(start_child: StartChild) -> None:
+    """Two losses of a rank that no call has raised so far are raised once, and counted as two."""
+    with MessageQueue(QueueConfig()) as queue:
+        for _ in range(2):
+            child = start_child(hold, queue.export_handle(), 0)
+            assert "attached" == child.receive()
+            child.kill()
+        deadline = time.monotonic() + PATIENCE_S
+        while queue.stats().losses < 2:
+            assert time.monotonic() < deadline
+        with pytest.raises(ReaderLost, match=rf"rank 0 \(pid {child.pid}\)"):
+            queue.enqueue("is not published")
+
+
 def test_several_deaths_during_one_call(start_child: StartChild) -> None:
     """Each of several deaths ends the wait of one and the same call at once."""
     config = QueueConfig(n_readers=3, n_chunks=1, on_reader_loss="evict")
