@@ -148,7 +148,7 @@ class Watch:
         due_at: float | None = now
         try:
             due_at = end.take_step()
-        except Exception:  # tried again, and said once
+        except BaseException:  # tried again, and said once; the other ends go on
             if not self._has_failed:
                 _log.exception("a step of %r failed", end)
             self._has_failed = True
@@ -218,7 +218,7 @@ class _Door:
     def _call(call: Callable[[], object]) -> None:
         try:
             call()
-        except Exception:  # a log handler's own, which nobody else would hear of
+        except BaseException:  # a log handler's own, which nobody else would hear of
             sys.excepthook(*sys.exc_info())
 
     def _has_ended(self) -> bool:

@@ -448,7 +448,6 @@ def test_a_failed_rank_is_claimed_before_its_loss_is_handled(make_queue: MakeQue
     queue, (reader,) = make_queue()
     reader.close(error="no disk")
     with MessageQueue.create_from_handle(queue.export_handle(), 0) as again:
-        queue._step()
         assert "no disk" in str(lost_by(queue))
         queue.wait_until_ready(PATIENCE_S)
         queue.enqueue(1)
