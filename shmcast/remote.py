@@ -187,6 +187,14 @@ def _received(socket: zmq.Socket[bytes], *, copy: bool) -> Iterator[list[Any]]:
         yield socket.recv_multipart(zmq.NOBLOCK, copy=copy)
 
 
+def _monitor_of(socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
+    while True:
+        with contextlib.suppress(
+            zmq.error.InterruptedSystemCall
+        ):  # a signal, whose handler has run
+            return socket.get_monitor_socket(events)
+
+
 def _monitored(monitor: zmq.Socket[bytes]) -> Iterator[int]:
     """The events that have come."""
     while _has_come(monitor):
@@ -583,7 +591,7 @@ class RemoteWriter(_Link):
                 f"allowed is one address of this host"
             )
         self._socket = self._loop.context.socket(zmq.ROUTER)
-        self._monitor = self._socket.get_monitor_socket(_DISCONNECTED)
+        self._monitor = _monitor_of(self._socket, _DISCONNECTED)
         try:
             _set_common_options(self._socket, address)
             # A stranger may send much, and read nothing.
@@ -1518,7 +1526,7 @@ class RemoteReader(_Link):
                 socket.curve_serverkey = self._keys.server_public.encode()
                 socket.curve_publickey = self._keys.client_public.encode()
                 socket.curve_secretkey = self._keys.client_secret.encode()
-            monitor = socket.get_monitor_socket(_DISCONNECTED | zmq.EVENT_CLOSED | _FAILURES)
+            monitor = _monitor_of(socket, _DISCONNECTED | zmq.EVENT_CLOSED | _FAILURES)
             undo.callback(monitor.close, 0)
             undo.callback(socket.disable_monitor)
             socket.connect(_join(self._address, self.port))
