@@ -318,8 +318,6 @@ def serve(pipe: Connection) -> None:
 @pytest.fixture(scope="module")
 def start_processes() -> Iterator[StartReaders]:
     """Readers that are processes; the same ones for all the tests here."""
-    # Not the fork server's: remote readers that attach all at once may miss each other's relay, and
-    # then wait for ever. That is a fault, which the handbook names.
     children = [Child("spawn", serve) for _ in range(4)]
     numbers = itertools.count()
 
@@ -335,6 +333,9 @@ def start_processes() -> Iterator[StartReaders]:
 
         for rank in range(plan.n_readers):
             children[rank].pipe.send((number, plan, handle, rank))
+            # Remote readers that attach all at once may miss each other's relay, and then wait for
+            # ever: a fault, which the handbook names.
+            time.sleep(0.05)
         return [functools.partial(wait, children[rank]) for rank in range(plan.n_readers)]
 
     yield start
