@@ -479,6 +479,7 @@ def test_config_that_is_none(config: Any) -> None:
         MessageQueue(config)
 
 
+@pytest.mark.usefixtures("only_in_calls")
 def test_writer_closes_between_offer_and_answer(make_writer: MakeWriter, attach: Attach) -> None:
     """A reader that was offered the segment and not admitted gets QueueClosed."""
     queue, handle = make_writer()
