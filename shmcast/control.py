@@ -694,7 +694,7 @@ class WriterControl:
     def _take_up(self, connection: _Connection) -> None:
         """Go on with what had to wait: a claim, or an admission."""
         holder = connection.holder
-        if connection.has_gone and (holder is None or not holder.is_admitted):
+        if (holder is None or not holder.is_admitted) and connection.has_gone:
             self._take_frames(connection)  # what it said last
             raise _Gone
         if connection.claimed_rank is not None:
