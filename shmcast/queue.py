@@ -382,7 +382,7 @@ class _QueueEnd:
 
     def close_inherited(self) -> None:
         """For a forked child; see `door.End`."""
-        self._close_descriptors()
+        raise NotImplementedError
 
     def _step_alone(self) -> float:
         """Take a step while no call of the end does; returns when it is due again."""
@@ -404,9 +404,6 @@ class _QueueEnd:
             ring.stop()
 
     def _finish(self) -> None:
-        raise NotImplementedError
-
-    def _close_descriptors(self) -> None:
         raise NotImplementedError
 
 
@@ -836,20 +833,19 @@ class MessageQueue(_QueueEnd):
                 case Claim.DONE:
                     if self._publish_claimed(message):
                         return
-                    wait = wait or self._new_wait(deadline)
-                    self._pause(wait, for_chunk=False)
+                    for_chunk = False
                 case Claim.FULL:
-                    wait = wait or self._new_wait(deadline)
-                    self._pause(wait, for_chunk=True)
+                    for_chunk = True
                 case Claim.LOOK:
                     self._look()
                     has_looked = True
+                    continue
                 case Claim.RESERVE:
                     index = self._ring.messages % self._config.n_chunks
                     self._ring.set_reserved(self._segment.reserve_chunk(index, needed_bytes))
+                    continue
                 case Claim.NOBODY if self._config.on_reader_loss == "evict":
-                    wait = wait or self._new_wait(deadline)
-                    self._pause(wait, for_chunk=False)
+                    for_chunk = False
                 case Claim.NOBODY:
                     raise ReaderLost(
                         f"nobody is left to publish to: {_ranks_text(self._ranks)} left or "
@@ -858,9 +854,8 @@ class MessageQueue(_QueueEnd):
                     )
                 case claim:
                     raise AssertionError(f"{claim!r} of {needed_bytes} bytes in a chunk")
-
-    def _new_wait(self, deadline: float) -> _Wait:
-        return _Wait(deadline, self._config.warn_after_s, self._spin_ns)
+            wait = wait or _Wait(deadline, self._config.warn_after_s, self._spin_ns)
+            self._pause(wait, for_chunk=for_chunk)
 
     def _publish_claimed(self, message: _Message) -> bool:
         """Publish into the claimed chunk. False if there is no room for its file for now."""
@@ -1190,7 +1185,8 @@ class MessageQueue(_QueueEnd):
             lock_file, self._lock_file = self._lock_file, None
             lock_file.drop()
 
-    def _close_descriptors(self) -> None:
+    def close_inherited(self) -> None:
+        """For a forked child; see `door.End`."""
         self._drop_file()
         self._control.close_descriptors()
         self._segment.close_descriptors()
@@ -1333,16 +1329,16 @@ class MessageReader(_QueueEnd):
         self._watch = Watch(self)
         _Exit.expect()
         if self._rank in handle.local_reader_ranks:
-            self._control = control = ReaderControl.connect(self._address, handle.token, self._rank)
-            self._lock = EndLock("reader", self._watch.is_free)
+            self._control = ReaderControl.connect(self._address, handle.token, self._rank)
+        else:
+            self._connect_to(handle, allow)
+        self._lock = EndLock("reader", self._watch.is_free)
+        if isinstance(self._control, ReaderControl):
             try:
-                self._watch.watch(control.descriptor)
+                self._watch.watch(self._control.descriptor)
             except BaseException:
                 self.close()
                 raise
-        else:
-            self._connect_to(handle, allow)
-            self._lock = EndLock("reader", self._watch.is_free)
 
     def _connect_to(self, handle: Handle, allow: Iterable[str]) -> None:
         from shmcast.remote import CurveKeys, RemoteReader
@@ -1753,7 +1749,8 @@ class MessageReader(_QueueEnd):
         if hasattr(self, "_ring"):
             del self._ring
 
-    def _close_descriptors(self) -> None:
+    def close_inherited(self) -> None:
+        """For a forked child; see `door.End`."""
         self._control.close_descriptors()
         if hasattr(self, "_segment"):
             self._segment.close_descriptors()

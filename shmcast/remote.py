@@ -189,9 +189,8 @@ def _received(socket: zmq.Socket[bytes], *, copy: bool) -> Iterator[list[Any]]:
 
 def _monitor_of(socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
     while True:
-        with contextlib.suppress(
-            zmq.error.InterruptedSystemCall
-        ):  # a signal, whose handler has run
+        # A signal, whose handler has run.
+        with contextlib.suppress(zmq.error.InterruptedSystemCall):
             return socket.get_monitor_socket(events)
 
 
