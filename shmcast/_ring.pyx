@@ -897,7 +897,7 @@ cdef class EndLock:
         return 0
 
     cdef inline void _announce(self) noexcept:
-        word_bump(&self.n_turns)
+        self.n_turns += 1  # under the GIL, as every store of it
         if self.n_waiting:
             wake_all(&self.n_turns)
 
