@@ -995,11 +995,11 @@ class MessageQueue(_QueueEnd):
         raise ReaderLost(report, tuple(lost))
 
     def _step_alone(self) -> float:
-        known = {*self._unreported}
+        known = dict(self._unreported)
         due_at = self._survey()
         if self._config.on_reader_loss == "evict":
             self._evict_lost()
-        new = {rank: loss for rank, loss in self._unreported.items() if rank not in known}
+        new = {rank: loss for rank, loss in self._unreported.items() if known.get(rank) != loss}
         if self._unreported:
             self._ring.look_again_in(0)  # so that the next call raises it
         if new:

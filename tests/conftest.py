@@ -6,10 +6,13 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import resource
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
@@ -17,7 +20,7 @@ import hypothesis
 import pytest
 
 import shmcast.door
-from shmcast import MessageQueue, MessageReader, QueueConfig
+from shmcast import MessageQueue, MessageReader, QueueConfig, QueueFull, ShmcastError
 
 hypothesis.settings.register_profile(
     "shmcast",
@@ -132,6 +135,37 @@ def wait_for_remote_ends() -> None:
             thread.join(PATIENCE_S)
 
 
+def wait_until(condition: Callable[[], object]) -> None:
+    """Wait until it holds."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def count_descriptors() -> int:
+    """How many descriptors this process has open."""
+    wait_for_remote_ends()
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def enqueue_until(queue: MessageQueue, expected: type[ShmcastError]) -> ShmcastError:
+    """Enqueue until the writer has looked around and says what it found."""
+    found: list[ShmcastError] = []
+
+    def enqueue() -> bool:
+        try:
+            queue.enqueue("?", timeout=0)
+        except QueueFull:
+            pass
+        except expected as error:
+            found.append(error)
+        return bool(found)
+
+    wait_until(enqueue)
+    return found[0]
+
+
 @contextlib.contextmanager
 def tracing(trace: Callable[[FrameType, str, object], Any]) -> Iterator[None]:
     """
@@ -203,3 +237,12 @@ def make_queue() -> Iterator[MakeQueue]:
             return queue, readers
 
         yield make
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    """The most descriptors that this process may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

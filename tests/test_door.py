@@ -7,20 +7,19 @@ import contextlib
 import ctypes
 import gc
 import logging
-import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PATIENCE_S, Child, MakeQueue, StartChild
+from conftest import PATIENCE_S, Child, MakeQueue, StartChild, count_descriptors, wait_until
 
 from shmcast import (
     Handle,
@@ -72,10 +71,7 @@ def wait_in_input(child: Child) -> None:
 
 
 def sleep_in_python(child: Child) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not child.pipe.poll():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(child.pipe.poll)
     assert "attached" == child.receive()
 
 
@@ -191,9 +187,7 @@ def test_a_death_is_noticed_while_the_writer_sleeps(
         with caplog.at_level(logging.WARNING, "shmcast"):
             start = time.monotonic()
             child.kill()
-            while not caplog.messages:
-                assert time.monotonic() < start + PATIENCE_S
-                time.sleep(0.001)
+            wait_until(lambda: caplog.messages)
             noticed_s = time.monotonic() - start
         record_property("noticed_s", noticed_s)
         assert noticed_s < NOTICED_S
@@ -209,16 +203,17 @@ def test_a_death_is_noticed_while_the_writer_sleeps(
         assert 1 == queue.stats().losses
 
 
-def test_a_rank_is_lost_twice_between_two_calls(start_child: StartChild) -> None:
-    """Two losses of a rank that no call has raised so far are raised once, and counted as two."""
+def test_a_rank_is_lost_twice_between_two_calls(
+    start_child: StartChild, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two losses of a rank between two calls are logged and counted as two, and raised once."""
     with MessageQueue(QueueConfig()) as queue:
         for _ in range(2):
             child = start_child(hold, queue.export_handle(), 0)
             assert "attached" == child.receive()
             child.kill()
-        deadline = time.monotonic() + PATIENCE_S
-        while queue.stats().losses < 2:
-            assert time.monotonic() < deadline
+        wait_until(lambda: len(caplog.messages) == 2)
+        assert 2 == queue.stats().losses
         with pytest.raises(ReaderLost, match=rf"rank 0 \(pid {child.pid}\)"):
             queue.enqueue("is not published")
 
@@ -262,27 +257,10 @@ def door_threads() -> list[int]:
     ]
 
 
-def wait_for_no_thread() -> None:
-    """Wait until the system has cleared away a thread that has ended."""
-    deadline = time.monotonic() + PATIENCE_S
-    while door_threads():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def switches_of(thread: int) -> int:
     """How often the thread was woken."""
     status = Path(f"/proc/self/task/{thread}/status").read_text()
     return int(status.split("\nvoluntary_ctxt_switches:")[1].split()[0])
-
-
-@pytest.fixture
-def many_descriptors() -> Iterator[None]:
-    """As many descriptors as this process may have."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.usefixtures("many_descriptors")
@@ -297,7 +275,7 @@ def test_a_hundred_idle_writers() -> None:
         before = switches_of(thread)
         time.sleep(10)
         assert before == switches_of(thread)
-    wait_for_no_thread()
+    wait_until(lambda: not door_threads())  # the system clears it away a little later
 
 
 @pytest.mark.usefixtures("many_descriptors")
@@ -326,7 +304,7 @@ def test_a_hundred_waiting_readers(record_property: Any) -> None:
 def test_what_is_open_after_close() -> None:
     """After close() nothing of an end is open, also while the closed object is referenced."""
     gc.collect()
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = count_descriptors()
     closed = []
     for _ in range(200):
         queue = MessageQueue(QueueConfig())
@@ -336,8 +314,8 @@ def test_what_is_open_after_close() -> None:
         reader.close()
         queue.close()
         closed += [queue, reader]
-        assert before == len(list(Path("/proc/self/fd").iterdir()))
-    wait_for_no_thread()
+        assert before == count_descriptors()
+    wait_until(lambda: not door_threads())  # the system clears it away a little later
 
 
 def write_in_a_forked_child(pipe: Connection, parent: MessageQueue) -> None:
