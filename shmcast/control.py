@@ -996,6 +996,11 @@ class ReaderControl:
         return self._writer_pidfd
 
     @property
+    def has_writer_ended(self) -> bool:
+        """Whether the writer's process has ended, as far as its pidfd tells."""
+        return self._writer_pidfd is not None and _is_gone(self._writer_pidfd)
+
+    @property
     def is_connected(self) -> bool:
         """Whether the writer's socket had room for this reader so far."""
         return self._is_connected

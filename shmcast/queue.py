@@ -1594,13 +1594,14 @@ class MessageReader(_QueueEnd):
     def _step_alone(self) -> float:
         control = self._control
         assert isinstance(control, ReaderControl)  # nothing else is watched
-        if self._is_attached:  # the writer's process has ended, which is told once
+        if not self._is_attached:
+            self._step()
+            return math.inf if control.is_connected else 0.0
+        if control.has_writer_ended:  # which is told once
             self._watch.watch()
             self._is_told = False
             self._nudge()
-            return math.inf
-        self._step()
-        return math.inf if control.is_connected else 0.0
+        return math.inf
 
     def _step(self) -> bool:
         """Take the handshake as far as it goes without waiting; whether it is done."""

@@ -27,6 +27,7 @@ from shmcast import (
     MessageReader,
     QueueClosed,
     QueueConfig,
+    QueueEmpty,
     QueueFull,
     ReaderLost,
 )
@@ -216,6 +217,27 @@ def test_a_rank_is_lost_twice_between_two_calls(
         assert 2 == queue.stats().losses
         with pytest.raises(ReaderLost, match=rf"rank 0 \(pid {child.pid}\)"):
             queue.enqueue("is not published")
+
+
+def test_a_step_that_comes_after_the_handshake(start_child: StartChild) -> None:
+    """A step that a call of the reader made needless leaves the watch for the writer's death."""
+    writer = start_child(write_nothing)
+    with MessageReader(writer.receive(), 0) as reader:
+        reader.wait_until_ready(PATIENCE_S)
+        for _ in range(3):
+            reader.take_step()
+        assert 1 == len(door_threads())
+        waits = reader.stats().waits
+        with pytest.raises(QueueEmpty):
+            reader.dequeue(0.5)
+        assert 3 > reader.stats().waits - waits  # in slices it would have waited a dozen times
+
+
+def write_nothing(pipe: Connection) -> None:
+    """Have a queue, and wait to be killed."""
+    with MessageQueue(QueueConfig()) as queue:
+        pipe.send(queue.export_handle())
+        signal.pause()
 
 
 def test_several_deaths_during_one_call(start_child: StartChild) -> None:
