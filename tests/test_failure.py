@@ -182,6 +182,7 @@ def test_a_queue_that_was_closed_by_another_thread(make_queue: MakeQueue) -> Non
     assert ([0], "the end") == drained(reader)
 
 
+@pytest.mark.usefixtures("only_in_calls")
 def test_a_reader_that_is_not_admitted_yet() -> None:
     """A reader whose claim has not been answered when the writer fails is told why too."""
     queue = MessageQueue(QueueConfig())

@@ -500,8 +500,10 @@ def test_failing_close_interrupted_at_every_point(is_writer: bool) -> None:
             if is_writer:
                 with pytest.raises((WriterFailed, QueueEmpty)):
                     reader.dequeue(0)
-            elif queue._ring.has_left(0):
-                assert "no disk" == queue._control.failure_of(queue._control.holders[0])
+            else:
+                with queue._lock:  # which the door thread may have before, and then has taken note
+                    if queue._ring.has_left(0):
+                        assert "no disk" == queue._control.failure_of(queue._control.holders[0])
             first.close(error="no disk")
             notice = functools.partial(reader.dequeue if is_writer else queue.enqueue, timeout=0)
             time.sleep(0.011)  # from then on an enqueue looks around

@@ -1820,6 +1820,7 @@ def test_create_from_handle(make_writer: MakeWriter) -> None:
         assert {"step": 1} == reader.dequeue(timeout=None)
 
 
+@pytest.mark.usefixtures("only_in_calls")
 def test_iteration_says_that_it_was_never_admitted() -> None:
     """Iterating over a reader that the writer closed before admitting it is no empty queue."""
     queue = MessageQueue(QueueConfig())
