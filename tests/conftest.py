@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import multiprocessing
 import os
 import resource
+import signal
 import sys
 import threading
 import time
@@ -21,6 +23,7 @@ import pytest
 
 import shmcast.door
 from shmcast import MessageQueue, MessageReader, QueueConfig, QueueFull, ShmcastError
+from shmcast._system import memory_file
 
 hypothesis.settings.register_profile(
     "shmcast",
@@ -71,6 +74,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 multiprocessing.set_forkserver_preload(["hypothesis", "pytest", "shmcast", "torch", "zmq"])
 
 
+def run_child(function: Callable[..., None], *arguments: Any) -> None:
+    """Run a child's function; a memory file gets its threads' stacks on SIGUSR2."""
+    file = memory_file("stacks", 0)
+    faulthandler.register(signal.SIGUSR2, file)
+    try:
+        function(*arguments)
+    finally:
+        faulthandler.unregister(signal.SIGUSR2)
+        os.close(file)
+
+
 class Child:
     """
     A process that runs a function of a test module, with a pipe to it.
@@ -82,7 +96,8 @@ class Child:
         context = multiprocessing.get_context(method)
         self.pipe: Connection
         self.pipe, other = context.Pipe()
-        self.process = context.Process(target=function, args=(other, *arguments), daemon=True)
+        arguments = (function, other, *arguments)
+        self.process = context.Process(target=run_child, args=arguments, daemon=True)
         self.process.start()
         other.close()
 
@@ -93,8 +108,20 @@ class Child:
 
     def receive(self, patience_s: float = PATIENCE_S) -> Any:
         """What the child sends next."""
-        assert self.pipe.poll(patience_s), "the child sent nothing"
+        if not self.pipe.poll(patience_s):
+            pytest.fail(f"the child sent nothing\n{self.state()}")
         return self.pipe.recv()
+
+    def state(self) -> str:
+        """Its masks of signals and where its threads are, to understand a hang."""
+        process = Path(f"/proc/{self.pid}")
+        status = process.joinpath("status").read_text(encoding="utf-8")
+        os.kill(self.pid, signal.SIGUSR2)
+        time.sleep(1)
+        for file in process.joinpath("fd").iterdir():
+            if str(file.readlink()).startswith("/memfd:stacks"):
+                status += file.read_text(encoding="utf-8")
+        return status
 
     def kill(self) -> None:
         """SIGKILL it and wait until it is gone."""
