@@ -20,6 +20,8 @@ Words:
 * backpressure: the ring is full, so the writer waits.
 * handle: what readers need in order to attach. It holds secrets.
 * control socket: the local socket between the writer and each reader.
+* step, door thread: what an end does for others, such as admitting a reader; the thread of this
+  process that takes the steps of ends which are in no call.
 * relay: of a host's remote readers the one that receives each message, and puts it into a ring of
   that host for the others.
 
@@ -30,10 +32,11 @@ The path of a message::
                                                      └─▶ frames ▶ relay ▶ its host's ring ▶ readers
 
 The modules in the order of the data: `config` and `handle` say what is wanted, `layout` where it
-lies, `segment` makes the memory, `control` says who is there and alive, `_ring` holds the hot
-loops, `arena` deals out the blocks, `pickler` turns objects into bytes, `remote` sends them to
-other hosts, `queue` joins them, `distributed` gives the ranks of a process group their ends, and
-`cli` is the command, with the `demo`.
+lies, `segment` makes the memory, `door` takes the steps of ends that are in no call, `control` says
+who is there and alive, `_ring` holds the hot loops and `_system` the system calls, `arena` deals
+out the blocks, `pickler` turns objects into bytes, `remote` sends them to other hosts, `queue`
+joins them, `distributed` gives the ranks of a process group their ends, `cli` is the command and
+`demo` what it runs.
 """
 
 import sys

@@ -779,7 +779,8 @@ cdef class EndLock:
     cdef uint64_t closing
     cdef bint is_finished
     cdef bint is_step                       # whether the present turn is one
-    cdef bint is_step_wanted
+    cdef uint64_t steps_wanted              # how often a step found the end in use, and how often
+    cdef uint64_t steps_told                # `on_free` was called for that
     cdef uint32_t n_turns                   # that have ended; waited for by n_waiting threads
     cdef int n_waiting
     cdef list deferred                      # calls to be made after the turn, or None
@@ -859,7 +860,7 @@ cdef class EndLock:
         self._check_not_forked()
         self._check_open()
         if not PyThread_acquire_lock(self.lock, NOWAIT_LOCK):
-            self.is_step_wanted = True  # the GIL is held from the try to here
+            self.steps_wanted += 1  # the GIL is held from the try to here
             raise error(f"this {self.role} is in use")
         return self._enter_as(True)
 
@@ -889,17 +890,23 @@ cdef class EndLock:
         if load_relaxed(&self.closing):
             self._try_finish()
         self._announce()
-        if self.is_step_wanted:
-            self.is_step_wanted = False
-            self.on_free()
+        if self.steps_told != self.steps_wanted:
+            self._tell_steps()
         if self.deferred is not None:
             self._call_deferred()
         return 0
 
     cdef inline void _announce(self) noexcept:
-        word_bump(&self.n_turns)
+        self.n_turns += 1  # under the GIL, as every store of it
         if self.n_waiting:
             wake_all(&self.n_turns)
+
+    cdef int _tell_steps(self) except -1:
+        # Counted after the call, which a signal may interrupt: then it is made again.
+        cdef uint64_t wanted = self.steps_wanted
+        self.on_free()
+        self.steps_told = wanted
+        return 0
 
     cdef int _call_deferred(self) except -1:
         deferred, self.deferred = self.deferred, None

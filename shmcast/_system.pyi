@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Final, Self, final
 
 EVENT_READABLE: Final[int]
-EVENT_HUNG_UP: Final[int]
 EVENT_ONCE: Final[int]
 
 def memory_file(name: str, flags: int) -> int: ...

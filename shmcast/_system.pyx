@@ -65,7 +65,6 @@ cdef extern from *:
         SYS_memfd_create
         SYS_pidfd_open
     unsigned int READABLE "EPOLLIN"
-    unsigned int HUNG_UP "EPOLLRDHUP"
     unsigned int ONCE "EPOLLONESHOT"
     ctypedef union epoll_data_t:
         uint64_t u64
@@ -96,7 +95,6 @@ cdef enum:
 
 #: What a `Poller` is asked for, and says: to be combined by `|`.
 EVENT_READABLE = READABLE
-EVENT_HUNG_UP = HUNG_UP
 EVENT_ONCE = ONCE
 
 

@@ -39,6 +39,7 @@ import time
 import traceback
 from _thread import RLock  # gevent replaces the one in `threading`
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import ClassVar, Final, NoReturn, Self
 
 import attrs
@@ -64,6 +65,7 @@ __all__ = [
     "WriterControl",
     "failure_text",
     "is_foreign",
+    "named",
     "peer_of",
 ]
 
@@ -79,6 +81,7 @@ _CLAIM, _SEGMENT, _MAPPED, _ADMISSION, _FILE, _REFUSAL, _DENIAL, _CLOSING, _FAIL
 _SILENCE_S: Final = 5.0  # an accepted connection that makes no claim for this long is closed
 _UNLOCKED_S: Final = 1.0  # a process may be seen without its lock for this long while it dies
 _BACKLOG: Final = 64
+_PF_EXITING: Final = 0x4  # linux/sched.h, in the flags of /proc/PID/stat
 _SO_PEERPIDFD: Final = 77  # Linux 6.5; not in `socket` (asm-generic/socket.h)
 _F_LOCK: Final = struct.Struct("hhqqi4x")
 _INT: Final = struct.Struct("=i")
@@ -218,10 +221,32 @@ def _is_gone(pidfd: int | None) -> bool:
     return pidfd is None or is_readable(pidfd)
 
 
+def _is_exiting(pid: int) -> bool:
+    """
+    Whether a process that has not ended runs no more of its program.
+
+    Closing its files may take seconds, with much shared memory or a GPU: its locks fall then, but
+    its pidfd says nothing until all are closed. By that time it has no memory left to store into.
+    """
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            fields = (task / "stat").read_text().rpartition(") ")[2].split()
+            if not int(fields[6]) & _PF_EXITING:
+                return False
+    except OSError:  # it ended just now, or /proc is hidden: then the pidfd decides
+        return False
+    return True
+
+
 def _new_socket() -> socket.socket:
     new = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     new.setblocking(False)  # not by a flag, which a gevent socket does not look at
     return new
+
+
+def named(pid: int | str | None) -> str:
+    """What texts call a process; the kernel says 0 of one in a pid namespace that we can't see."""
+    return "in another pid namespace" if pid == 0 else f"pid {pid}"
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
@@ -250,7 +275,9 @@ class _Unlocked:
 
     since: float | None = None
 
-    def is_dead(self, lock_file: LockFile, byte: int, pidfd: int | None, who: str) -> bool:
+    def is_dead(
+        self, lock_file: LockFile, byte: int, pid: int, pidfd: int | None, who: str
+    ) -> bool:
         """
         Whether the holder of the byte has died.
 
@@ -260,7 +287,7 @@ class _Unlocked:
         if lock_file.is_held(byte):
             self.since = None
             return False
-        if _is_gone(pidfd):
+        if _is_gone(pidfd) or _is_exiting(pid):
             return True
         now = time.monotonic()
         if self.since is None:
@@ -398,7 +425,7 @@ class _Connection:
     @property
     def has_gone(self) -> bool:
         """Whether its process has surely ended; a forked child may hold the connection open."""
-        return self.pidfd is not None and _is_gone(self.pidfd)
+        return self.pidfd is not None and (_is_gone(self.pidfd) or _is_exiting(self.pid))
 
     def close(self) -> None:
         self.is_open = False
@@ -448,7 +475,7 @@ class FailedAttempt:
     at: float = attrs.field(factory=time.monotonic)
 
     def __str__(self) -> str:
-        return f"{self.text} (pid {self.pid}, {time.monotonic() - self.at:.3g} s ago)"
+        return f"{self.text} ({named(self.pid)}, {time.monotonic() - self.at:.3g} s ago)"
 
 
 @attrs.define(eq=False)
@@ -667,7 +694,7 @@ class WriterControl:
     def _take_up(self, connection: _Connection) -> None:
         """Go on with what had to wait: a claim, or an admission."""
         holder = connection.holder
-        if connection.has_gone and (holder is None or not holder.is_admitted):
+        if (holder is None or not holder.is_admitted) and connection.has_gone:
             self._take_frames(connection)  # what it said last
             raise _Gone
         if connection.claimed_rank is not None:
@@ -702,7 +729,7 @@ class WriterControl:
             holder.failure = holder.failure or text
             return
         self.failed_attempts[rank] = FailedAttempt(text, connection.pid)
-        say(_log.warning, "rank %d (pid %d) can't attach: %s", rank, connection.pid, text)
+        say(_log.warning, "rank %d (%s) can't attach: %s", rank, named(connection.pid), text)
         self._forget(connection)
 
     def _claim(self, connection: _Connection, frame: _Frame) -> None:
@@ -736,7 +763,7 @@ class WriterControl:
             self._refuse(
                 connection,
                 _REFUSAL,
-                f"rank {rank} is {verb} by process {holder.pid}, which is alive",
+                f"rank {rank} is {verb} by process {holder.pid or named(0)}, which is alive",
             )
 
     def _refuse(self, connection: _Connection, kind: int, text: str) -> None:
@@ -802,9 +829,11 @@ class WriterControl:
         Raises:
             ProtocolError: it lost its lock though it is alive.
         """
-        who = f"rank {holder.rank} (pid {holder.pid})"
+        who = f"rank {holder.rank} ({named(holder.pid)})"
         pidfd = holder.connection.pidfd
-        return holder.unlocked.is_dead(self.lock_file, rank_byte(holder.rank), pidfd, who)
+        return holder.unlocked.is_dead(
+            self.lock_file, rank_byte(holder.rank), holder.pid, pidfd, who
+        )
 
     def failure_of(self, holder: Holder) -> str | None:
         """Why a holder that has left or died did so, or None if it did not say."""
@@ -967,6 +996,11 @@ class ReaderControl:
         return self._writer_pidfd
 
     @property
+    def has_writer_ended(self) -> bool:
+        """Whether the writer's process has ended, as far as its pidfd tells."""
+        return self._writer_pidfd is not None and _is_gone(self._writer_pidfd)
+
+    @property
     def is_connected(self) -> bool:
         """Whether the writer's socket had room for this reader so far."""
         return self._is_connected
@@ -1034,7 +1068,7 @@ class ReaderControl:
 
     @property
     def _whom(self) -> str:
-        return f"(pid {self.writer_pid})"
+        return f"({named(self.writer_pid)})"
 
     def _take(self, frame: _Frame) -> None:
         n_descriptors = len(frame.descriptors)
@@ -1116,7 +1150,10 @@ class ReaderControl:
         """
         assert self.lock_file is not None  # after the handshake it is there
         who = f"the writer {self._whom}"
-        return self._unlocked.is_dead(self.lock_file, WRITER_BYTE, self._writer_pidfd, who)
+        assert self.writer_pid is not None  # likewise
+        return self._unlocked.is_dead(
+            self.lock_file, WRITER_BYTE, self.writer_pid, self._writer_pidfd, who
+        )
 
     def say_failed(self, text: str) -> None:
         """Tell the writer why this reader can't attach or is about to leave. From any thread."""

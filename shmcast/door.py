@@ -18,6 +18,7 @@ import itertools
 import logging
 import math
 import os
+import sys
 import time
 import weakref
 from _thread import RLock, get_ident  # gevent replaces the one in `threading`
@@ -88,26 +89,26 @@ class Watch:
             OSError: the system has no room for a thread, or for the descriptors that it needs.
         """
         with _Door.lock:
-            if descriptors:
-                door = _Door.current or _Door.start()
-                door.watches[self.key] = self
-                for descriptor in descriptors:
-                    self._descriptors.add(descriptor)
-                    with contextlib.suppress(FileExistsError):  # a signal interrupted this call
-                        door.poller.add(descriptor, EVENT_READABLE | EVENT_ONCE, self.key)
-            elif _Door.current is None:
+            door = _Door.current
+            if door is None and descriptors:
+                door = _Door.start()
+            if door is None:  # nothing is watched
                 self._descriptors.clear()
                 return
-            else:
-                door = _Door.current
+            if descriptors:
+                door.watches[self.key] = self
+            for descriptor in descriptors:
+                self._descriptors.add(descriptor)
+                with contextlib.suppress(FileExistsError):  # a signal interrupted this call
+                    door.poller.add(descriptor, EVENT_READABLE | EVENT_ONCE, self.key)
             for descriptor in self._descriptors.difference(descriptors):
                 with contextlib.suppress(OSError):  # the program closed it
                     door.poller.remove(descriptor)
                 self._descriptors.discard(descriptor)
-            if descriptors:
-                return
-            door.watches.pop(self.key, None)
-        door.end_if_idle()
+            if not descriptors:
+                door.watches.pop(self.key, None)
+        if not door.watches:
+            door.end(_CLOSE_S)
 
     def close(self) -> None:
         """The end is closed."""
@@ -137,17 +138,16 @@ class Watch:
             self.due_at = self._tried_at + self._pause_s
             return
         is_calm = now > self._tried_at + _CALM_S
-        self._pause_s = 0.0 if is_calm else min(2 * self._pause_s, _LONGEST_PAUSE_S)
-        self._pause_s = max(self._pause_s, _FIRST_PAUSE_S)
+        self._pause_s = _FIRST_PAUSE_S if is_calm else min(2 * self._pause_s, _LONGEST_PAUSE_S)
         self._tried_at = now
         self.due_at = math.inf
         end = self.end
         if end is None:
             return
-        due_at: float | None = None
+        due_at: float | None = now
         try:
             due_at = end.take_step()
-        except Exception:
+        except BaseException:  # tried again, and said once; the other ends go on
             if not self._has_failed:
                 _log.exception("a step of %r failed", end)
             self._has_failed = True
@@ -207,11 +207,18 @@ class _Door:
             if _WAKE_KEY in keys:
                 os.eventfd_read(self._wake)
             while self.calls:
-                self.calls.pop(0)()
+                self._call(self.calls.pop(0))
             now = time.monotonic()
             for watch in list(self.watches.values()):
                 if watch.key in keys or watch.due_at <= now:
                     watch.serve(now)
+
+    @staticmethod
+    def _call(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except BaseException:  # a log handler's own, which nobody else would hear of
+            sys.excepthook(*sys.exc_info())
 
     def _has_ended(self) -> bool:
         with _Door.lock:
@@ -231,14 +238,10 @@ class _Door:
         door = cls.current
         if door is not None:
             door._is_exiting = True
-            door._end(_EXIT_S)
+            door.end(_EXIT_S)
 
-    def end_if_idle(self) -> None:
-        """End the thread, and close its descriptors, if no end needs it."""
-        if not self.watches:
-            self._end(_CLOSE_S)
-
-    def _end(self, timeout_s: float) -> None:
+    def end(self, timeout_s: float) -> None:
+        """Wait for so long until the thread, which no end needs, has closed what it has open."""
         with self.lock:
             if _Door.current is not self:
                 return

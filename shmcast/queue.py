@@ -44,6 +44,7 @@ from shmcast.control import (
     WriterControl,
     failure_text,
     is_foreign,
+    named,
 )
 from shmcast.door import Watch, all_ends, say
 from shmcast.errors import (
@@ -381,7 +382,7 @@ class _QueueEnd:
 
     def close_inherited(self) -> None:
         """For a forked child; see `door.End`."""
-        self._close_descriptors()
+        raise NotImplementedError
 
     def _step_alone(self) -> float:
         """Take a step while no call of the end does; returns when it is due again."""
@@ -403,9 +404,6 @@ class _QueueEnd:
             ring.stop()
 
     def _finish(self) -> None:
-        raise NotImplementedError
-
-    def _close_descriptors(self) -> None:
         raise NotImplementedError
 
 
@@ -446,6 +444,7 @@ class MessageQueue(_QueueEnd):
         self._has_warned = False
         self._fallbacks = 0
         self._losses = 0
+        self._last_lost: Holder | Peer | None = None
         # Each holder's cursor at the last look, and when it had moved.
         self._seen: weakref.WeakKeyDictionary[Holder | Peer, tuple[int, float]] = (
             weakref.WeakKeyDictionary()
@@ -841,20 +840,19 @@ class MessageQueue(_QueueEnd):
                 case Claim.DONE:
                     if self._publish_claimed(message):
                         return
-                    wait = wait or self._new_wait(deadline)
-                    self._pause(wait, for_chunk=False)
+                    for_chunk = False
                 case Claim.FULL:
-                    wait = wait or self._new_wait(deadline)
-                    self._pause(wait, for_chunk=True)
+                    for_chunk = True
                 case Claim.LOOK:
                     self._look()
                     has_looked = True
+                    continue
                 case Claim.RESERVE:
                     index = self._ring.messages % self._config.n_chunks
                     self._ring.set_reserved(self._segment.reserve_chunk(index, needed_bytes))
+                    continue
                 case Claim.NOBODY if self._config.on_reader_loss == "evict":
-                    wait = wait or self._new_wait(deadline)
-                    self._pause(wait, for_chunk=False)
+                    for_chunk = False
                 case Claim.NOBODY:
                     raise ReaderLost(
                         f"nobody is left to publish to: {_ranks_text(self._ranks)} left or "
@@ -863,9 +861,8 @@ class MessageQueue(_QueueEnd):
                     )
                 case claim:
                     raise AssertionError(f"{claim!r} of {needed_bytes} bytes in a chunk")
-
-    def _new_wait(self, deadline: float) -> _Wait:
-        return _Wait(deadline, self._config.warn_after_s, self._spin_ns)
+            wait = wait or _Wait(deadline, self._config.warn_after_s, self._spin_ns)
+            self._pause(wait, for_chunk=for_chunk)
 
     def _publish_claimed(self, message: _Message) -> bool:
         """Publish into the claimed chunk. False if there is no room for its file for now."""
@@ -1007,11 +1004,11 @@ class MessageQueue(_QueueEnd):
         raise ReaderLost(report, tuple(lost))
 
     def _step_alone(self) -> float:
-        known = {*self._unreported}
+        known = dict(self._unreported)
         due_at = self._survey()
         if self._config.on_reader_loss == "evict":
             self._evict_lost()
-        new = {rank: loss for rank, loss in self._unreported.items() if rank not in known}
+        new = {rank: loss for rank, loss in self._unreported.items() if known.get(rank) != loss}
         if self._unreported:
             self._ring.look_again_in(0)  # so that the next call raises it
         if new:
@@ -1072,13 +1069,15 @@ class MessageQueue(_QueueEnd):
                 text = f"{self._who(rank)} stored a cursor that is out of range"
                 is_damage = True
             if text is not None:
-                if rank not in self._unreported:
+                if self._last_lost is not holder:  # else a signal came before it was vacated
                     self._losses += 1
+                    self._last_lost = holder
                 self._unreported[rank] = text, is_damage
                 is_here = isinstance(holder, Holder) and not holder.connection.has_gone
                 if is_here and not self._ring.has_left(rank):  # else it has given all up
                     self._arena.disown(rank)
                 control.vacate(rank)
+                self._last_lost = None
         return self._step()
 
     def _holders(self) -> Iterator[tuple[Any, Holder | Peer]]:
@@ -1106,7 +1105,7 @@ class MessageQueue(_QueueEnd):
 
     def _who(self, rank: int) -> str:
         holder = self._holder_of(rank)
-        return f"rank {rank} (pid {holder.pid})" if holder else f"rank {rank} (not attached)"
+        return f"rank {rank} ({named(holder.pid)})" if holder else f"rank {rank} (not attached)"
 
     def _attempts_text(self, ranks: Iterable[int]) -> str:
         """What kept these ranks from attaching, as far as it is known."""
@@ -1195,7 +1194,8 @@ class MessageQueue(_QueueEnd):
             lock_file, self._lock_file = self._lock_file, None
             lock_file.drop()
 
-    def _close_descriptors(self) -> None:
+    def close_inherited(self) -> None:
+        """For a forked child; see `door.End`."""
         self._drop_file()
         self._control.close_descriptors()
         self._segment.close_descriptors()
@@ -1345,16 +1345,16 @@ class MessageReader(_QueueEnd):
         self._watch = Watch(self)
         _Exit.expect()
         if self._rank in handle.local_reader_ranks:
-            self._control = control = ReaderControl.connect(self._address, handle.token, self._rank)
-            self._lock = EndLock("reader", self._watch.is_free)
+            self._control = ReaderControl.connect(self._address, handle.token, self._rank)
+        else:
+            self._connect_to(handle, allow)
+        self._lock = EndLock("reader", self._watch.is_free)
+        if isinstance(self._control, ReaderControl):
             try:
-                self._watch.watch(control.descriptor)
+                self._watch.watch(self._control.descriptor)
             except BaseException:
                 self.close()
                 raise
-        else:
-            self._connect_to(handle, allow)
-            self._lock = EndLock("reader", self._watch.is_free)
 
     def _connect_to(self, handle: Handle, allow: Iterable[str]) -> None:
         from shmcast.remote import CurveKeys, RemoteReader
@@ -1539,7 +1539,7 @@ class MessageReader(_QueueEnd):
             if is_dead:
                 self._check_not_failed(ring)
                 raise WriterLost(
-                    f"the writer (pid {self._control.writer_pid}) died, and everything was read"
+                    f"the writer ({named(self._control.writer_pid)}) died, and everything was read"
                 )
             if not slice_s:
                 raise QueueEmpty(f"no message came in {wait.elapsed_s:.3g} s")
@@ -1549,7 +1549,7 @@ class MessageReader(_QueueEnd):
     def _check_not_failed(self, ring: RingReader | RemoteRing) -> None:
         if ring.failure is not None:
             raise WriterFailed(
-                f"the writer (pid {self._control.writer_pid}) failed, and everything that it "
+                f"the writer ({named(self._control.writer_pid)}) failed, and everything that it "
                 f"published was read: {ring.failure}"
             )
 
@@ -1592,7 +1592,7 @@ class MessageReader(_QueueEnd):
             if not slice_s:
                 raise QueueNotReady(
                     f"rank {self._rank} is not attached after {wait.elapsed_s:.3g} s: the writer "
-                    f"(pid {self._control.writer_pid}) has not answered: it may be stopped",
+                    f"({named(self._control.writer_pid)}) has not answered: it may be stopped",
                     (self._rank,),
                 )
             self._control.wait(slice_s)
@@ -1603,20 +1603,21 @@ class MessageReader(_QueueEnd):
     def _say_wait(self, wait: _Wait, what_for: str) -> None:
         text = (
             f"reader @{self._address} rank {self._rank} has waited {wait.elapsed_s:.3g} s "
-            f"{what_for} the writer (pid {self._control.writer_pid})"
+            f"{what_for} the writer ({named(self._control.writer_pid)})"
         )
         say(_log.warning, text)
 
     def _step_alone(self) -> float:
         control = self._control
         assert isinstance(control, ReaderControl)  # nothing else is watched
-        if self._is_attached:  # the writer's process has ended, which is told once
+        if not self._is_attached:
+            self._step()
+            return math.inf if control.is_connected else 0.0
+        if control.has_writer_ended:  # which is told once
             self._watch.watch()
             self._is_told = False
             self._nudge()
-            return math.inf
-        self._step()
-        return math.inf if control.is_connected else 0.0
+        return math.inf
 
     def _step(self) -> bool:
         """Take the handshake as far as it goes without waiting; whether it is done."""
@@ -1765,7 +1766,8 @@ class MessageReader(_QueueEnd):
         if hasattr(self, "_ring"):
             del self._ring
 
-    def _close_descriptors(self) -> None:
+    def close_inherited(self) -> None:
+        """For a forked child; see `door.End`."""
         self._control.close_descriptors()
         if hasattr(self, "_segment"):
             self._segment.close_descriptors()

@@ -312,11 +312,13 @@ def write(page: Page, kind: Bytes, seed: str, config: QueueConfig) -> None:
             page[LOSSES] = queue.stats().losses
             for rank, n_losses in told.items():
                 assert n_losses <= page[KILLS + rank], f"rank {rank} was not killed"
-            assert config.on_reader_loss == "evict" or told.total() == page[LOSSES]
+            # A loss that was noticed between two calls is raised by the next one.
+            assert config.on_reader_loss == "evict" or told.total() <= page[LOSSES]
         if rng.random() < 0.5:
             messages.keep(number, message, is_cleared=True)
         if rng.random() < 0.3:
             time.sleep(rng.expovariate(1 / kind.pace_s))
+    page[LOSSES] = queue.stats().losses  # the door thread may have noticed some since
     queue.close()
     messages.drop_all()
     del queue, message

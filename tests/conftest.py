@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import multiprocessing
 import os
+import resource
+import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
@@ -17,7 +22,8 @@ import hypothesis
 import pytest
 
 import shmcast.door
-from shmcast import MessageQueue, MessageReader, QueueConfig
+from shmcast import MessageQueue, MessageReader, QueueConfig, QueueFull, ShmcastError
+from shmcast._system import memory_file
 
 hypothesis.settings.register_profile(
     "shmcast",
@@ -68,6 +74,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 multiprocessing.set_forkserver_preload(["hypothesis", "pytest", "shmcast", "torch", "zmq"])
 
 
+def run_child(function: Callable[..., None], *arguments: Any) -> None:
+    """Run a child's function; a memory file gets its threads' stacks on SIGUSR2."""
+    file = memory_file("stacks", 0)
+    faulthandler.register(signal.SIGUSR2, file)
+    try:
+        function(*arguments)
+    finally:
+        faulthandler.unregister(signal.SIGUSR2)
+        os.close(file)
+
+
 class Child:
     """
     A process that runs a function of a test module, with a pipe to it.
@@ -79,7 +96,8 @@ class Child:
         context = multiprocessing.get_context(method)
         self.pipe: Connection
         self.pipe, other = context.Pipe()
-        self.process = context.Process(target=function, args=(other, *arguments), daemon=True)
+        arguments = (function, other, *arguments)
+        self.process = context.Process(target=run_child, args=arguments, daemon=True)
         self.process.start()
         other.close()
 
@@ -90,8 +108,20 @@ class Child:
 
     def receive(self, patience_s: float = PATIENCE_S) -> Any:
         """What the child sends next."""
-        assert self.pipe.poll(patience_s), "the child sent nothing"
+        if not self.pipe.poll(patience_s):
+            pytest.fail(f"the child sent nothing\n{self.state()}")
         return self.pipe.recv()
+
+    def state(self) -> str:
+        """Its masks of signals and where its threads are, to understand a hang."""
+        process = Path(f"/proc/{self.pid}")
+        status = process.joinpath("status").read_text(encoding="utf-8")
+        os.kill(self.pid, signal.SIGUSR2)
+        time.sleep(1)
+        for file in process.joinpath("fd").iterdir():
+            if str(file.readlink()).startswith("/memfd:stacks"):
+                status += file.read_text(encoding="utf-8")
+        return status
 
     def kill(self) -> None:
         """SIGKILL it and wait until it is gone."""
@@ -130,6 +160,37 @@ def wait_for_remote_ends() -> None:
     for thread in threading.enumerate():
         if thread.name == "shmcast-remote":
             thread.join(PATIENCE_S)
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Wait until it holds."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def count_descriptors() -> int:
+    """How many descriptors this process has open."""
+    wait_for_remote_ends()
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def enqueue_until(queue: MessageQueue, expected: type[ShmcastError]) -> ShmcastError:
+    """Enqueue until the writer has looked around and says what it found."""
+    found: list[ShmcastError] = []
+
+    def enqueue() -> bool:
+        try:
+            queue.enqueue("?", timeout=0)
+        except QueueFull:
+            pass
+        except expected as error:
+            found.append(error)
+        return bool(found)
+
+    wait_until(enqueue)
+    return found[0]
 
 
 @contextlib.contextmanager
@@ -203,3 +264,12 @@ def make_queue() -> Iterator[MakeQueue]:
             return queue, readers
 
         yield make
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    """The most descriptors that this process may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1004,3 +1004,14 @@ def test_an_interrupted_confirmation_gives_the_byte_back(
     lock_file = reader.lock_file
     reader.close()
     assert not lock_file.is_held(rank_byte(0))
+
+
+def test_process_in_another_pid_namespace(host: Host) -> None:
+    """A process that the kernel gives no number for is not called process 0."""
+    host.attach(0)
+    (holder,) = host.writer.admitted()
+    holder.connection.pid = 0
+    second = host.connect(0)
+    host.writer.serve()
+    with pytest.raises(ProtocolError, match="held by process in another pid namespace, which is"):
+        second.step()

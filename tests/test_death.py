@@ -25,7 +25,15 @@ from pickle import PickleBuffer
 from typing import Any
 
 import pytest
-from conftest import PATIENCE_S, Child, MakeQueue, StartChild, answer_only_in_calls
+from conftest import (
+    PATIENCE_S,
+    Child,
+    MakeQueue,
+    StartChild,
+    answer_only_in_calls,
+    enqueue_until,
+    wait_until,
+)
 
 import shmcast.control as control_module
 from shmcast import (
@@ -318,24 +326,30 @@ def test_evicted(start_child: StartChild, bystander: Any, caplog: pytest.LogCapt
     child.kill()
     with caplog.at_level(logging.WARNING, "shmcast"):
         queue.enqueue(2, timeout=PATIENCE_S)
+    wait_until(lambda: caplog.records)
     (record,) = caplog.records
     assert f"rank 0 (pid {child.pid}) died 2 messages behind" in record.getMessage()
     assert [2] == everything(reader)
     assert 1 == queue.stats().losses
 
 
+def attach_and_kill_two(start_child: StartChild, queue: MessageQueue) -> None:
+    """All readers of a queue of two attach and die."""
+    children = [
+        start_child(attach_and_pause, queue.export_handle(), rank, method="forkserver")
+        for rank in range(2)
+    ]
+    queue.wait_until_ready(PATIENCE_S)
+    for child in children:
+        child.kill()
+    pause_for_the_next_look()
+
+
 def test_all_readers_die(start_child: StartChild) -> None:
     """When all readers are dead, the error has all ranks."""
     config = QueueConfig(n_readers=2, n_chunks=2, chunk_bytes=4096)
     with MessageQueue(config) as queue:
-        children = [
-            start_child(attach_and_pause, queue.export_handle(), rank, method="forkserver")
-            for rank in range(2)
-        ]
-        queue.wait_until_ready(PATIENCE_S)
-        for child in children:
-            child.kill()
-        pause_for_the_next_look()
+        attach_and_kill_two(start_child, queue)
         for _ in range(2):
             with pytest.raises(ReaderLost) as lost:
                 queue.enqueue("lost", timeout=PATIENCE_S)
@@ -347,14 +361,7 @@ def test_all_readers_are_evicted(start_child: StartChild, caplog: pytest.LogCapt
     """With "evict" and nobody left, enqueue raises no loss: it waits for the next reader."""
     config = QueueConfig(n_readers=2, on_reader_loss="evict", warn_after_s=0.1)
     with MessageQueue(config) as queue, ThreadPoolExecutor(1) as pool:
-        children = [
-            start_child(attach_and_pause, queue.export_handle(), rank, method="forkserver")
-            for rank in range(2)
-        ]
-        queue.wait_until_ready(PATIENCE_S)
-        for child in children:
-            child.kill()
-        pause_for_the_next_look()
+        attach_and_kill_two(start_child, queue)
         for timeout in (0, 0.3):
             with pytest.raises(QueueFull, match="nobody is attached, ranks 0, 1 left") as full:
                 queue.enqueue("for nobody", timeout)
@@ -613,6 +620,26 @@ def report_locks(pipe: Connection, pid: int, descriptor: int) -> None:
             except BlockingIOError:
                 held.append(True)
     pipe.send(held)
+
+
+def hold_much_memory(pipe: Connection, handle: Handle, rank: int) -> None:
+    """Attach, with a file of memory that takes the kernel half a second to give back."""
+    with MessageQueue.create_from_handle(handle, rank) as reader:
+        reader.wait_until_ready(PATIENCE_S)
+        file = os.memfd_create("much")
+        os.posix_fallocate(file, 0, 2 << 30)
+        pipe.send("attached")
+        signal.pause()
+
+
+def test_slow_exit(start_child: StartChild, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process whose files take long to close is dead as soon as its lock is free."""
+    monkeypatch.setattr(control_module, "_UNLOCKED_S", 0.0)  # else it would have to take a second
+    with MessageQueue(QueueConfig()) as queue:
+        child = start_child(hold_much_memory, queue.export_handle(), 0)
+        assert "attached" == child.receive()
+        os.kill(child.pid, signal.SIGKILL)
+        assert f"rank 0 (pid {child.pid}) died" in str(enqueue_until(queue, ReaderLost))
 
 
 # --- the writer dies ------------------------------------------------------------------------------

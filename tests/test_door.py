@@ -7,22 +7,30 @@ import contextlib
 import ctypes
 import gc
 import logging
-import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PATIENCE_S, Child, MakeQueue, StartChild
+from conftest import PATIENCE_S, Child, MakeQueue, StartChild, count_descriptors, wait_until
 
-from shmcast import Handle, MessageQueue, MessageReader, QueueConfig, QueueFull, ReaderLost
+from shmcast import (
+    Handle,
+    MessageQueue,
+    MessageReader,
+    QueueClosed,
+    QueueConfig,
+    QueueEmpty,
+    QueueFull,
+    ReaderLost,
+)
 
 #: What is promised is 50 ms.
 NOTICED_S = 20 * 0.05
@@ -64,10 +72,7 @@ def wait_in_input(child: Child) -> None:
 
 
 def sleep_in_python(child: Child) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not child.pipe.poll():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(child.pipe.poll)
     assert "attached" == child.receive()
 
 
@@ -183,9 +188,7 @@ def test_a_death_is_noticed_while_the_writer_sleeps(
         with caplog.at_level(logging.WARNING, "shmcast"):
             start = time.monotonic()
             child.kill()
-            while not caplog.messages:
-                assert time.monotonic() < start + PATIENCE_S
-                time.sleep(0.001)
+            wait_until(lambda: caplog.messages)
             noticed_s = time.monotonic() - start
         record_property("noticed_s", noticed_s)
         assert noticed_s < NOTICED_S
@@ -199,6 +202,42 @@ def test_a_death_is_noticed_while_the_writer_sleeps(
         queue.enqueue("arrives")
         assert "arrives" == reader.dequeue(PATIENCE_S)
         assert 1 == queue.stats().losses
+
+
+def test_a_rank_is_lost_twice_between_two_calls(
+    start_child: StartChild, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two losses of a rank between two calls are logged and counted as two, and raised once."""
+    with MessageQueue(QueueConfig()) as queue:
+        for _ in range(2):
+            child = start_child(hold, queue.export_handle(), 0)
+            assert "attached" == child.receive()
+            child.kill()
+        wait_until(lambda: len(caplog.messages) == 2)
+        assert 2 == queue.stats().losses
+        with pytest.raises(ReaderLost, match=rf"rank 0 \(pid {child.pid}\)"):
+            queue.enqueue("is not published")
+
+
+def test_a_step_that_comes_after_the_handshake(start_child: StartChild) -> None:
+    """A step that a call of the reader made needless leaves the watch for the writer's death."""
+    writer = start_child(write_nothing)
+    with MessageReader(writer.receive(), 0) as reader:
+        reader.wait_until_ready(PATIENCE_S)
+        for _ in range(3):
+            reader.take_step()
+        assert 1 == len(door_threads())
+        waits = reader.stats().waits
+        with pytest.raises(QueueEmpty):
+            reader.dequeue(0.5)
+        assert 6 > reader.stats().waits - waits  # in slices it would have waited a dozen times
+
+
+def write_nothing(pipe: Connection) -> None:
+    """Have a queue, and wait to be killed."""
+    with MessageQueue(QueueConfig()) as queue:
+        pipe.send(queue.export_handle())
+        signal.pause()
 
 
 def test_several_deaths_during_one_call(start_child: StartChild) -> None:
@@ -246,15 +285,6 @@ def switches_of(thread: int) -> int:
     return int(status.split("\nvoluntary_ctxt_switches:")[1].split()[0])
 
 
-@pytest.fixture
-def many_descriptors() -> Iterator[None]:
-    """As many descriptors as this process may have."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 @pytest.mark.usefixtures("many_descriptors")
 def test_a_hundred_idle_writers() -> None:
     """A hundred writers share one thread, which is not woken while nothing comes."""
@@ -267,7 +297,7 @@ def test_a_hundred_idle_writers() -> None:
         before = switches_of(thread)
         time.sleep(10)
         assert before == switches_of(thread)
-    assert [] == door_threads()
+    wait_until(lambda: not door_threads())  # the system clears it away a little later
 
 
 @pytest.mark.usefixtures("many_descriptors")
@@ -296,7 +326,7 @@ def test_a_hundred_waiting_readers(record_property: Any) -> None:
 def test_what_is_open_after_close() -> None:
     """After close() nothing of an end is open, also while the closed object is referenced."""
     gc.collect()
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = count_descriptors()
     closed = []
     for _ in range(200):
         queue = MessageQueue(QueueConfig())
@@ -306,8 +336,8 @@ def test_what_is_open_after_close() -> None:
         reader.close()
         queue.close()
         closed += [queue, reader]
-        assert before == len(list(Path("/proc/self/fd").iterdir()))
-    assert [] == door_threads()
+        assert before == count_descriptors()
+    wait_until(lambda: not door_threads())  # the system clears it away a little later
 
 
 def write_in_a_forked_child(pipe: Connection, parent: MessageQueue) -> None:
@@ -435,7 +465,7 @@ def test_a_log_handler_that_enqueues(make_queue: MakeQueue) -> None:
         def emit(self, record: logging.LogRecord) -> None:
             try:
                 queue.enqueue(record.getMessage(), timeout=PATIENCE_S)
-            except QueueFull as error:
+            except (QueueFull, QueueClosed) as error:
                 lost.append(error)
 
     handler = Sending()

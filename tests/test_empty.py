@@ -27,7 +27,7 @@ from typing import Any, Self
 import numpy as np
 import pytest
 import torch
-from conftest import PATIENCE_S, MakeQueue, StartChild, tracing
+from conftest import PATIENCE_S, MakeQueue, StartChild, count_descriptors, tracing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -2064,7 +2064,7 @@ def usage() -> dict[str, int]:
     """Descriptors, mappings, memory in KiB."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     figures = {name: int(status[name].split()[0]) for name in ("VmSize", "RssAnon", "RssShmem")}
-    figures["descriptors"] = len(list(Path("/proc/self/fd").iterdir()))
+    figures["descriptors"] = count_descriptors()
     figures["maps"] = len(Path("/proc/self/maps").read_text().splitlines())
     return figures
 

@@ -182,6 +182,7 @@ def test_a_queue_that_was_closed_by_another_thread(make_queue: MakeQueue) -> Non
     assert ([0], "the end") == drained(reader)
 
 
+@pytest.mark.usefixtures("only_in_calls")
 def test_a_reader_that_is_not_admitted_yet() -> None:
     """A reader whose claim has not been answered when the writer fails is told why too."""
     queue = MessageQueue(QueueConfig())
@@ -448,7 +449,6 @@ def test_a_failed_rank_is_claimed_before_its_loss_is_handled(make_queue: MakeQue
     queue, (reader,) = make_queue()
     reader.close(error="no disk")
     with MessageQueue.create_from_handle(queue.export_handle(), 0) as again:
-        queue._step()
         assert "no disk" in str(lost_by(queue))
         queue.wait_until_ready(PATIENCE_S)
         queue.enqueue(1)

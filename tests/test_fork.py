@@ -720,6 +720,8 @@ def test_fork_in_a_signal_handler(wait: str, monkeypatch: pytest.MonkeyPatch) ->
         with contextlib.ExitStack() as ends:
             queue = ends.enter_context(MessageQueue(config))
             handle = queue.export_handle()
+            if wait == "reader's start":
+                monkeypatch.setattr(MessageQueue, "_step", lambda _: 0.0)  # no answer
             reader = ends.enter_context(MessageQueue.create_from_handle(handle, 0))
             if wait in ("dequeue", "enqueue"):
                 other = ends.enter_context(MessageQueue.create_from_handle(handle, 1))
@@ -736,7 +738,6 @@ def test_fork_in_a_signal_handler(wait: str, monkeypatch: pytest.MonkeyPatch) ->
                 elif wait == "writer's start":
                     queue.wait_until_ready(0.3)
                 else:
-                    monkeypatch.setattr(MessageQueue, "_step", lambda _: None)  # no answer
                     reader.wait_until_ready(0.3)
             except (QueueEmpty, QueueFull, QueueNotReady):
                 pass

@@ -40,6 +40,7 @@ from shmcast import (
 )
 from shmcast._ring import EndLock
 from shmcast.control import WriterControl
+from shmcast.door import Watch
 from shmcast.segment import Segment
 
 #: So many interrupted calls are tried; each seed is printed when it fails.
@@ -499,8 +500,10 @@ def test_failing_close_interrupted_at_every_point(is_writer: bool) -> None:
             if is_writer:
                 with pytest.raises((WriterFailed, QueueEmpty)):
                     reader.dequeue(0)
-            elif queue._ring.has_left(0):
-                assert "no disk" == queue._control.failure_of(queue._control.holders[0])
+            else:
+                with queue._lock:  # which the door thread may have before, and then has taken note
+                    if queue._ring.has_left(0):
+                        assert "no disk" == queue._control.failure_of(queue._control.holders[0])
             first.close(error="no disk")
             notice = functools.partial(reader.dequeue if is_writer else queue.enqueue, timeout=0)
             time.sleep(0.011)  # from then on an enqueue looks around
@@ -575,6 +578,7 @@ def test_finish_that_fails_is_repeated() -> None:
 def test_a_loss_is_reported_later(make_queue: MakeQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss that an interrupted call found is raised by the next one."""
     queue, _ = make_queue(n_readers=2)
+    monkeypatch.setattr(Watch, "serve", lambda *_: None)  # the call finds it, not the door thread
     monkeypatch.setattr(WriterControl, "is_dead", lambda _, holder: holder.rank == 1)
 
     def interrupt(_: WriterControl) -> None:

@@ -14,7 +14,6 @@ import pickle
 import queue as standard_queue
 import random
 import re
-import resource
 import signal
 import sys
 import threading
@@ -30,7 +29,14 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
-from conftest import PATIENCE_S, MakeQueue, StartChild, wait_for_remote_ends
+from conftest import (
+    PATIENCE_S,
+    MakeQueue,
+    StartChild,
+    count_descriptors,
+    enqueue_until,
+    wait_until,
+)
 
 import shmcast
 import shmcast.queue
@@ -110,20 +116,6 @@ def drain(reader: MessageReader) -> list[Any]:
         while True:
             messages.append(reader.dequeue(timeout=0))
     return messages
-
-
-def enqueue_until(queue: MessageQueue, expected: type[ShmcastError]) -> ShmcastError:
-    """Enqueue until the writer has looked around and says what it found."""
-    give_up_at = time.monotonic() + PATIENCE_S
-    while time.monotonic() < give_up_at:
-        try:
-            queue.enqueue("?", timeout=0)
-        except QueueFull:
-            pass
-        except expected as error:
-            return error
-        time.sleep(0.002)
-    raise AssertionError(f"no {expected.__name__}")
 
 
 @pytest.fixture
@@ -479,6 +471,7 @@ def test_config_that_is_none(config: Any) -> None:
         MessageQueue(config)
 
 
+@pytest.mark.usefixtures("only_in_calls")
 def test_writer_closes_between_offer_and_answer(make_writer: MakeWriter, attach: Attach) -> None:
     """A reader that was offered the segment and not admitted gets QueueClosed."""
     queue, handle = make_writer()
@@ -1157,12 +1150,6 @@ def test_close_in_the_middle_of_another_end(start_child: StartChild, how: str) -
     assert "done" == start_child(close_where_a_lock_is_held, how).receive()
 
 
-def count_descriptors() -> int:
-    """How many descriptors this process has open."""
-    wait_for_remote_ends()
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 def count_threads() -> int:
     """How many threads this process has, also those that Python does not know of."""
     return len(list(Path("/proc/self/task").iterdir()))
@@ -1210,15 +1197,6 @@ def test_ends_collected_in_a_cycle() -> None:
     assert before == count_descriptors()
 
 
-@pytest.fixture
-def many_descriptors() -> Iterator[None]:
-    """The most descriptors that this process may have."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 @pytest.mark.usefixtures("many_descriptors")
 def test_200_queues_in_one_process() -> None:
     """200 queues need a fixed few descriptors and one thread for all of them, and give all back."""
@@ -1232,7 +1210,8 @@ def test_200_queues_in_one_process() -> None:
             assert number == round_trip(queue, reader, number)
         assert 12 * 200 >= count_descriptors() - before
         assert threads + 1 == count_threads()
-    assert (before, threads) == (count_descriptors(), count_threads())
+    assert before == count_descriptors()
+    wait_until(lambda: threads == count_threads())  # the system clears it away a little later
 
 
 def test_failed_creation_gives_back(make_writer: MakeWriter) -> None:
@@ -1634,6 +1613,7 @@ def test_option_on_reader_loss(
             assert f"rank 1 (pid {child.pid})" in str(error)
             published = queue.stats().messages
             assert published == len(drain(reader))
+            assert all("its next call raises" in message for message in caplog.messages)
         for number in range(10):  # more than the ring holds
             assert number == round_trip(queue, reader, number)
     if on_reader_loss == "evict":
@@ -1840,6 +1820,7 @@ def test_create_from_handle(make_writer: MakeWriter) -> None:
         assert {"step": 1} == reader.dequeue(timeout=None)
 
 
+@pytest.mark.usefixtures("only_in_calls")
 def test_iteration_says_that_it_was_never_admitted() -> None:
     """Iterating over a reader that the writer closed before admitting it is no empty queue."""
     queue = MessageQueue(QueueConfig())

@@ -251,6 +251,7 @@ def test_the_relay_is_killed(start_child: StartChild) -> None:
         for rank in range(3):
             children.append(start_child(receive, handle, rank))
             wait_for(lambda: not is_missing(queue, rank), "it does not attach")  # noqa: B023
+            wait_for(lambda: has_relay(queue), "nobody relays")
         wait_for(lambda: {1: 0, 2: 0} == relays_to(queue), "not all are relayed to")
         lost_ranks: list[int] = []
         kill_at = random.randrange(5, 20)
@@ -272,6 +273,12 @@ def test_the_relay_is_killed(start_child: StartChild) -> None:
                     lost_ranks += lost.ranks
         assert [0] == lost_ranks
         assert not children[0].process.is_alive()
+
+
+def has_relay(queue: MessageQueue) -> bool:
+    """Whether a reader of this host has become the relay, which it does in its first wait."""
+    name = _relay_handle(queue.export_handle()).local_address
+    return f"@{name}\n" in Path("/proc/net/unix").read_text()
 
 
 def is_missing(queue: MessageQueue, rank: int) -> bool:
@@ -381,7 +388,7 @@ def test_a_stopped_relay_that_is_lost(
     with new_queue(2) as queue:
         handle, proxy = behind_proxy(queue.export_handle())
         relay = start_child(receive, handle, 0)
-        wait_for(lambda: not is_missing(queue, 0), "it does not attach")
+        wait_for(lambda: has_relay(queue), "nobody relays")
         with MessageReader(queue.export_handle(), 1) as reader:
             reader.wait_until_ready(PATIENCE_S)
             wait_for(lambda: is_joined(reader), "it does not find the relay")

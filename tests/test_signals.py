@@ -76,6 +76,11 @@ def situation(wait: str) -> Iterator[Situation]:
                 queue.enqueue((number, bytes(LARGE_BYTES)), PATIENCE_S)
                 take(number)
 
+        is_unanswered = wait in ("reader's wait_until_ready", "dequeue before the handshake")
+        if is_unanswered:  # from before there is a claim
+            answer = MessageQueue._step
+            ends.callback(setattr, MessageQueue, "_step", answer)
+            MessageQueue._step = lambda _: 0.0  # type: ignore[method-assign]  # it is busy
         attach(0)
         if wait == "writer's wait_until_ready":
 
@@ -86,10 +91,7 @@ def situation(wait: str) -> Iterator[Situation]:
             yield Situation(queue.wait_until_ready, attach_the_other)
             return
         attach(1)
-        if wait in ("reader's wait_until_ready", "dequeue before the handshake"):
-            answer = MessageQueue._step
-            ends.callback(setattr, MessageQueue, "_step", answer)
-            MessageQueue._step = lambda _: 0.0  # type: ignore[method-assign]  # it is busy
+        if is_unanswered:
 
             def answer_again() -> None:
                 MessageQueue._step = answer  # type: ignore[method-assign]

@@ -259,8 +259,9 @@ class WriterLink(Link):
 
     def _new_socket(self, security: str) -> None:
         socket = self._socket = self.loop.context.socket(zmq.ROUTER)
-        self._monitor = socket.get_monitor_socket(
-            zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _FAILURES
+        self._monitor = _monitor_of(
+            socket,
+            zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _FAILURES,
         )
         try:
             set_common_options(socket, self._address, self)
@@ -806,6 +807,13 @@ class WriterLink(Link):
             self._messages.pop(number, None)
             self.filed.pop(number, None)
             self._least = number + 1
+
+
+def _monitor_of(socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
+    while True:
+        # A signal, whose handler has run.
+        with contextlib.suppress(zmq.error.InterruptedSystemCall):
+            return socket.get_monitor_socket(events)
 
 
 def _new_listener(address: str, port: int, backlog: int) -> net.socket:

@@ -400,10 +400,10 @@ BUGS: Final = (
         "data file not sealed against writing",
         "segment.py",
         """
-            add_seals(data_descriptor, FIXED_SIZE | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
+            add_seals(data_descriptor, FIXED_SIZE | _F_SEAL_FUTURE_WRITE | _F_SEAL_SEAL)
 """,
         """
-            add_seals(data_descriptor, FIXED_SIZE | fcntl.F_SEAL_SEAL)
+            add_seals(data_descriptor, FIXED_SIZE | _F_SEAL_SEAL)
 """,
         ("test_segment.py::test_nobody_else_can_map_the_data_file_to_write",),
     ),
