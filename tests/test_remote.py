@@ -745,6 +745,7 @@ def receive(bare: zmq.Socket[bytes], kind: int) -> None:
         pass
 
 
+@pytest.mark.usefixtures("only_in_calls")
 def test_lost_reader_cannot_come_back(behind_proxy: BehindProxy, quick_loss: float) -> None:
     """Who comes back after it was found lost is evicted, also before a call has reported it."""
     with new_queue(security="none") as queue:
@@ -1862,6 +1863,7 @@ def test_failure_of_a_reader(connect: Connect) -> None:
     assert (1,) == lost.value.ranks
 
 
+@pytest.mark.usefixtures("only_in_calls")
 def test_failure_of_a_writer_that_nobody_reads() -> None:
     """Who has not been admitted yet hears of the failure too."""
     with new_queue() as queue, MessageReader(queue.export_handle(), 0) as reader:
