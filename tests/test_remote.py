@@ -765,6 +765,22 @@ def test_lost_reader_cannot_come_back(behind_proxy: BehindProxy, quick_loss: flo
                 enqueue_numbers(queue)
 
 
+def test_a_greeting_that_was_lost() -> None:
+    """A signal may cut off the call that took a greeting: what follows asks for it again."""
+    with new_queue(security="none") as queue:
+        handle = queue.export_handle()
+        hello = frame(Kind.HELLO, 7, 0, handle.token.encode())
+        with bare_reader(handle) as cut, bare_reader(handle) as bare:
+            cut.send(hello)
+            receive(cut, Kind.ADMISSION)
+            bare.send(frame(Kind.ACK, 7, 0))
+            receive(bare, Kind.REPEAT)
+            bare.send(hello)
+            receive(bare, Kind.ADMISSION)
+            bare.send(frame(Kind.ACK, 8, 0))
+            receive(bare, Kind.REFUSAL)
+
+
 def test_second_hello_over_a_connection() -> None:
     """Large messages that are sent again over the same connection are released when they are."""
     with new_queue(security="none", n_chunks=2) as queue:

@@ -603,6 +603,9 @@ class WriterLink(Link):
             if header.kind in (Kind.HELLO, Kind.RESUME):
                 self._greet(now, identity, header, frames[0][HEADER.size :])
                 return
+            if peer is None and header.session in self._peers:  # a signal lost its greeting
+                self._answer(identity, Kind.REPEAT, "", header.session)
+                return
             if peer is None or header.session != peer.session or header.rank != peer.rank:
                 raise ProtocolError(f"a frame {name_of(header.kind)} is out of turn")
             self._take_from(now, peer, header, frames[0][HEADER.size :])
@@ -643,11 +646,12 @@ class WriterLink(Link):
         if peer.rank != rank:
             raise ProtocolError(f"the session of rank {peer.rank} is shown for rank {rank}")
         # Over the same connection too: what is sent again would be waited for in no order.
+        # resumable: who is not answered greets again.
         self._disconnect(peer)
         self._by_identity.pop(peer.known_as, None)
-        peer.connection = connection = Connection(identity)
         peer.known_as = identity
         self._by_identity[identity] = peer
+        peer.connection = connection = Connection(identity)
         peer.heard_at, peer.cut_at, peer.is_leaving = now, None, False
         if peer.state is State.CLAIMED and self._is_ending:
             self._send(peer, Kind.CLOSING, text=self._last_word)
