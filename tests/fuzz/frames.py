@@ -1,16 +1,22 @@
 """The frames of both remote ends: `PYTHONPATH=tests python -m fuzz frames`."""
 
+import collections
 import contextlib
+import itertools
 import struct
-import time
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from typing import Any
 
 import zmq
 
-from shmcast import ProtocolError, QueueConfig, ShmcastError, remote
+from shmcast import ProtocolError, QueueConfig, ShmcastError
 from shmcast._ring import RingReader, RingWriter
 from shmcast.layout import Layout
 from shmcast.remote import RemoteReader, RemoteWriter, RingSizes
+from shmcast.remote.frames import ADMITTED, HEADER, MAGIC, Kind
+from shmcast.remote.loop import Link, Loop
+from shmcast.remote.reader_link import Connection
+from shmcast.remote.writer_link import WriterLink
 from shmcast.segment import Segment
 
 RANKS = (0, 2)
@@ -19,22 +25,42 @@ CONFIG = QueueConfig(n_readers=3, n_chunks=4, chunk_bytes=1024, arena_bytes=0)
 
 
 class Nowhere:
-    """Stands for a socket and for the I/O thread: what is sent goes nowhere, and nobody runs."""
-
-    allowed_keys: ClassVar[dict[str, str]] = {}
+    """Stands for a socket: what is sent goes nowhere, and nothing comes."""
 
     def send(self, *_: object, **__: object) -> None: ...
 
-    send_multipart = add = wake = leave = send
+    send_multipart = disable_monitor = close = send
+
+    def getsockopt(self, _: int) -> int:
+        return 0
+
+
+class Nobody:
+    """Stands for the loop: nobody runs the links but this program."""
+
+    is_exiting = False
+    affinities: Iterator[int] = itertools.repeat(0)
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.asked: collections.deque[Link] = collections.deque(maxlen=1)
+
+    def wake(self, *_: object, **__: object) -> None: ...
+
+    add = watch = mute = forget = drop = wake
 
 
 NOWHERE: Any = Nowhere()
-remote._Loop.enter = classmethod(lambda _: NOWHERE)  # type: ignore[method-assign, assignment]
+NOBODY: Any = Nobody()
+Loop.enter = classmethod(lambda _: NOBODY)  # type: ignore[method-assign, assignment]
 
 
-class Writer(RemoteWriter):
-    def _bind(self, bind: str, _security: str) -> None:
-        self._socket, self._monitor, self.endpoint = NOWHERE, NOWHERE, bind
+def bind_nowhere(self: WriterLink, bind: str, _security: str) -> None:
+    self._socket = self._monitor = self._listener = NOWHERE
+    self._descriptor, self.endpoint = -1, bind
+
+
+WriterLink._bind = bind_nowhere  # type: ignore[method-assign]
 
 
 #: To whom; kind, rank, session, number; how many bytes follow here and in a frame of their own.
@@ -57,16 +83,16 @@ def step(
 
 def hello(rank: int, session: int) -> bytes:
     body = TOKEN.encode() + b"4711 on host"
-    return step(TO_WRITER, remote._HELLO, body=body, rank=rank, session=session) + step(SERVE)
+    return step(TO_WRITER, Kind.HELLO, body=body, rank=rank, session=session) + step(SERVE)
 
 
-_ADMISSION = step(TO_READER, remote._ADMISSION, body=struct.pack("<QQQ", 4, 1024, 0) + b"4711")
-_RESUME = step(TO_WRITER, remote._RESUME, 1, TOKEN.encode())
-_VIA = step(TO_WRITER, remote._VIA, 1, rank=2, session=2)
-_ACKS = [step(TO_WRITER, remote._ACK, number) for number in range(5)]
-_LEAVE, _DONE = step(TO_WRITER, remote._LEAVE), step(TO_WRITER, remote._DONE)
-_BEAT = step(TO_WRITER, remote._BEAT) + step(TO_READER, remote._BEAT)
-_MESSAGE, _CLOSING = remote._MESSAGE, remote._CLOSING
+_ADMISSION = step(TO_READER, Kind.ADMISSION, body=ADMITTED.pack(4, 1024, 0, 30, 0, 1, 0) + b"4711")
+_RESUME = step(TO_WRITER, Kind.RESUME, 1, TOKEN.encode())
+_VIA = step(TO_WRITER, Kind.VIA, 1, rank=2, session=2)
+_ACKS = [step(TO_WRITER, Kind.ACK, number) for number in range(5)]
+_LEAVE, _DONE = step(TO_WRITER, Kind.LEAVE), step(TO_WRITER, Kind.DONE)
+_BEAT = step(TO_WRITER, Kind.BEAT) + step(TO_READER, Kind.BEAT)
+_MESSAGE, _CLOSING = Kind.MESSAGE, Kind.CLOSING
 SEEDS = [
     hello(0, 1) + step(PUBLISH) * 3 + step(SERVE) + _ACKS[2] + _BEAT + _DONE,
     hello(0, 1) + step(PUBLISH) + step(SERVE) + _RESUME + _ACKS[1],
@@ -77,8 +103,8 @@ SEEDS = [
     + step(TAKE)
     + step(TO_READER, _CLOSING, 1),
     _ADMISSION + step(TO_READER, _MESSAGE, 0, more=b"b" * 9) + step(TO_READER, _MESSAGE, 1) + _BEAT,
-    step(TO_READER, remote._REFUSAL, body=b"no") + step(TO_READER, remote._EVICTION),
-    step(TO_READER, remote._DENIAL, body=b"\xff"),
+    step(TO_READER, Kind.REFUSAL, body=b"no") + step(TO_READER, Kind.EVICTION),
+    step(TO_READER, Kind.DENIAL, body=b"\xff"),
     step(RAW, body=b"shmcast\x02" + bytes(36)) + step(RAW, body=bytes(60)) + step(RAW),
 ]
 
@@ -91,7 +117,7 @@ def one_input(data: bytes) -> None:
 
 def run(segment: Segment, data: bytes) -> None:
     ring = RingWriter(segment)
-    writer = Writer(
+    writer = RemoteWriter(
         bind="tcp://127.0.0.1:1",
         security="none",
         ranks=RANKS,
@@ -104,7 +130,8 @@ def run(segment: Segment, data: bytes) -> None:
         has_left=ring.has_left,
     )
     reader = RemoteReader(endpoint="tcp://127.0.0.1:1", keys=None, token=TOKEN, rank=0)
-    reader._socket, reader.session = NOWHERE, 1
+    link, connection = reader.link, Connection(NOWHERE, NOWHERE, -1, 0.0)
+    link._connection, link.session = connection, 1
     for index in range(CONFIG.n_chunks):
         ring.set_reserved(segment.reserve_chunk(index, CONFIG.chunk_bytes))
     offset = 0
@@ -114,7 +141,7 @@ def run(segment: Segment, data: bytes) -> None:
         offset = middle + n_more
         body, more = data[start:middle], data[middle:offset]
         length = len(body) + len(more)
-        head = remote._HEADER.pack(remote._MAGIC, kind, rank, session, number, length)
+        head = HEADER.pack(MAGIC, kind, rank, session, number, length)
         frames = [body if action % 6 == RAW else head + body, *[more] * bool(more)]
         match action % 6:
             case 2:
@@ -126,9 +153,9 @@ def run(segment: Segment, data: bytes) -> None:
                 take(reader)
             case to:
                 if to != TO_READER:
-                    writer._take(time.monotonic(), bytes([session]), list(frames))
+                    writer.link._take(NOBODY.now, bytes([session]), list(frames))
                 if to != TO_WRITER:
-                    reader._try_take_frames([zmq.Frame(frame) for frame in frames])
+                    link._try_take_frames(connection, [zmq.Frame(frame) for frame in frames])
     serve(writer)
     take(reader)
     assert ring.damaged() is None
@@ -144,9 +171,11 @@ def serve(writer: RemoteWriter) -> None:
             has_ended = True
         if has_ended:
             writer.vacate(peer.rank)
-    writer.run(time.monotonic(), {})
-    for peer in writer._peers.values():
-        assert peer.released <= peer.acked <= writer._published
+    NOBODY.now += 1
+    writer.link.run(NOBODY.now)
+    for peer in writer.link._peers.values():
+        if peer.seat is not None:
+            assert peer.released <= peer.acked <= writer.link.published
 
 
 def take(reader: RemoteReader) -> None:
