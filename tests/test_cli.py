@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 
 import attrs
@@ -31,6 +32,7 @@ MIB = 1 << 20
 def shmcast(*arguments: object) -> click.testing.Result:
     """Run the command in this process; its readers are processes that have imported torch."""
     forkserver = multiprocessing.get_context("forkserver")
+    ensure_running()  # or the demo would start it with Ctrl-C blocked, for all later tests
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiprocessing, "get_context", lambda _method: forkserver)
         return click.testing.CliRunner().invoke(cli.main, [str(argument) for argument in arguments])
