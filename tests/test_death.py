@@ -31,6 +31,7 @@ from conftest import (
     MakeQueue,
     StartChild,
     answer_only_in_calls,
+    count_descriptors,
     enqueue_until,
     wait_until,
 )
@@ -892,11 +893,6 @@ def start_victim(handle: Handle) -> tuple[int, int]:
     return pid, here
 
 
-def n_open_files() -> int:
-    """How many descriptors this process has."""
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 def read_numbers(pipe: int) -> list[int]:
     """The numbers in a pipe whose other end is closed."""
     data = b""
@@ -931,7 +927,7 @@ def test_killed_at_random_moments(
         pid, pipe = start_victim(handle)
         queue.wait_until_ready(PATIENCE_S)
         gc.collect()  # what earlier tests left
-        n_threads, n_descriptors = threading.active_count(), n_open_files()
+        n_descriptors, n_threads = count_descriptors(), threading.active_count()
         published = n_received = n_attached = 0
 
         def publish(timeout: float) -> None:
@@ -970,7 +966,7 @@ def test_killed_at_random_moments(
             assert time.monotonic() < give_up_at, queue.stats()
             publish(PATIENCE_S)
         assert n_threads == threading.active_count()
-        assert n_descriptors >= n_open_files()
+        assert n_descriptors >= count_descriptors()
         losses = queue.stats().losses
         queue.close()
         assert published == witness.receive()
