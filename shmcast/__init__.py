@@ -34,9 +34,9 @@ The path of a message::
 The modules in the order of the data: `config` and `handle` say what is wanted, `layout` where it
 lies, `segment` makes the memory, `door` takes the steps of ends that are in no call, `control` says
 who is there and alive, `_ring` holds the hot loops and `_system` the system calls, `arena` deals
-out the blocks, `pickler` turns objects into bytes, `remote` sends them to other hosts, `queue`
-joins them, `distributed` gives the ranks of a process group their ends, `cli` is the command and
-`demo` what it runs.
+out the blocks, `waiting` says how long to sleep, `ends` what all ends do, `pickler` turns objects
+into bytes, `remote` sends them to other hosts, `queue` joins them, `distributed` gives the ranks of
+a process group their ends, `cli` is the command and `demo` what it runs.
 """
 
 import sys

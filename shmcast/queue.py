@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import functools
 import hmac
 import logging
 import math
@@ -12,12 +10,10 @@ import mmap
 import operator
 import os
 import secrets
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, Final, SupportsIndex
 
 import attrs
 
@@ -46,7 +42,8 @@ from shmcast.control import (
     is_foreign,
     named,
 )
-from shmcast.door import Watch, all_ends, say
+from shmcast.door import Watch, say
+from shmcast.ends import Exit, QueueEnd
 from shmcast.errors import (
     ConfigError,
     MessageTooLarge,
@@ -74,6 +71,7 @@ from shmcast.segment import (
     new_memory_file,
     seals_of,
 )
+from shmcast.waiting import Wait, deadline_of
 
 if TYPE_CHECKING:
     import torch
@@ -91,14 +89,6 @@ _JOIN_S: Final = 0.2  # how long a relay's answer is waited for
 _JOIN_PAUSE_S: Final = 1.0
 _MOST_COPIED_BYTES: Final = 1024**2  # a larger buffer is not copied out of a message's file
 _NUMBER_BYTES: Final = 8  # before each stream that a relay passes on
-_FIRST_PROBE_S: Final = 0.001  # who has waited for less does not ask who is alive
-# A sleep is cut in slices only to notice what nobody tells; a wake-up never depends on it. An end
-# whom the door thread tells of a death needs none, but a lock that is lost, or a clock that jumped.
-_TOLD_SLICE_S: Final = 1.0
-# Slices of 10 ms for ever would cost 1.0 to 1.6 % of a core, 40 ms cost 0.5 %.
-_SHORT_SLICE_S: Final = 0.010
-_LONG_SLICE_S: Final = 0.040
-_SHORT_SLICES_UNTIL_S: Final = 0.100
 
 
 @attrs.frozen
@@ -161,124 +151,6 @@ class ReaderStats:
     fallbacks: int
 
 
-def _deadline(timeout: Any) -> float:
-    """The time of `time.monotonic` when a timeout is over; infinity for None."""
-    if timeout is None:
-        return math.inf
-    refusal = f"timeout = {timeout!r} is not allowed; allowed is None or seconds from 0"
-    if isinstance(timeout, str | bytes):
-        raise TypeError(refusal)
-    try:
-        seconds = float(timeout)  # of a numpy or torch scalar too, which may be of low precision
-    except TypeError:
-        raise TypeError(refusal) from None
-    except OverflowError:
-        return math.inf
-    if not seconds >= 0:  # NaN too
-        raise ValueError(refusal)
-    return time.monotonic() + seconds
-
-
-class _Wait:
-    """One wait of an end: how long it has taken, how long to sleep next, when to warn."""
-
-    def __init__(self, deadline: float, warn_after_s: float, spin_ns: int = 0) -> None:
-        self.start = time.monotonic()
-        self._spin_until = self.start + spin_ns / 1e9
-        self._deadline = deadline
-        self._warn_after_s = warn_after_s
-        self._warn_at = self.start + warn_after_s
-        self._is_first = True
-        self.has_had_last_try = False  # whether the end looked around once after the deadline
-
-    @property
-    def elapsed_s(self) -> float:
-        return time.monotonic() - self.start
-
-    def slice_s(self, *, is_told: bool) -> float:
-        """
-        How long to wait now: a slice, but not past the deadline. 0 when the time is up.
-
-        Args:
-            is_told: whether the door thread ends the wait when the other side has died.
-        """
-        now = time.monotonic()
-        if self._is_first:
-            self._is_first = False
-            most = _FIRST_PROBE_S
-        elif is_told:
-            most = _TOLD_SLICE_S
-        elif now - self.start < _SHORT_SLICES_UNTIL_S:
-            most = _SHORT_SLICE_S
-        else:
-            most = _LONG_SLICE_S
-        return max(0.0, min(most, self._deadline - now, max(_FIRST_PROBE_S, self._warn_at - now)))
-
-    def spin_and_sleep_ns(self, slice_s: float) -> tuple[int, int]:
-        """For how long of this slice to poll, and how long to sleep after that."""
-        spin_s = max(0.0, min(self._spin_until - time.monotonic(), slice_s))
-        return int(spin_s * 1e9), int((slice_s - spin_s) * 1e9)
-
-    def is_long(self) -> bool:
-        """Whether to warn now; true once per interval."""
-        now = time.monotonic()
-        if now < self._warn_at:
-            return False
-        self._warn_at = now + self._warn_after_s  # not the next of many, after a stop
-        return True
-
-
-class _Exit:
-    """What becomes of the ends that are open when the interpreter ends."""
-
-    _finalizer: object = None
-
-    @classmethod
-    def expect(cls) -> None:
-        """See to one more end."""
-        # Anew for each end: what is registered last runs first, and has to run before the I/O
-        # thread's own, which takes an open end for abandoned.
-        atexit.unregister(cls._fail_all)
-        atexit.register(cls._fail_all)
-        # The children of `multiprocessing` have it, and leave `atexit` out.
-        util = sys.modules.get("multiprocessing.util")
-        if util is not None and cls._finalizer is None:
-            cls._finalizer = util.Finalize(None, cls._fail_all, exitpriority=1)
-
-    @classmethod
-    def after_fork_in_child(cls) -> None:
-        cls._finalizer = None
-
-    @staticmethod
-    def _fail_all() -> None:
-        """Close every end with the error that ends the interpreter, if one is known to."""
-        error = _uncaught()
-        for end in all_ends():
-            if isinstance(end, _QueueEnd) and end._is_failure(error):
-                end._close(error)
-
-
-os.register_at_fork(after_in_child=_Exit.after_fork_in_child)
-
-
-def _uncaught() -> BaseException | None:
-    """The exception that ends the interpreter or a child of `multiprocessing`, if it shows."""
-    process = sys.modules.get("multiprocessing.process")
-    error = sys.exception()
-    if process is not None and error is not None:
-        start = error.__traceback__
-        # Else the process was forked while its parent handled this error.
-        if start and start.tb_frame.f_code is process.BaseProcess._bootstrap.__code__:
-            return error
-    error = getattr(sys, "last_value", None)
-    start = None if error is None else error.__traceback__
-    # An error that a framework stored here began in one of its functions, not at the program's
-    # start; a prompt stores those that it went on after.
-    if start and start.tb_frame.f_back is None and not hasattr(sys, "ps1"):
-        return error
-    return None
-
-
 @attrs.define
 class _Message:
     """
@@ -306,108 +178,7 @@ class _Message:
     sent: set[Holder] = attrs.field(factory=set)
 
 
-class _TurnTaken(Exception):
-    """The end is in use."""
-
-
-class _QueueEnd:
-    """What both ends share: turns, steps, closing, the context manager."""
-
-    _lock: EndLock
-    _watch: Watch
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._lock.is_closing
-
-    def _close(self, error: BaseException | str | None = None) -> None:
-        if not isinstance(error, BaseException | str | None):
-            raise TypeError(f"error = {error!r} is not allowed; allowed is an exception or a text")
-        if self._lock.is_forked:
-            return
-        if error is not None:  # first: whoever sees the closing mark has to see this too
-            self._say_failed(failure_text(error))
-        self._lock.close(self._finish)
-        self._stop_waits()
-        self._watch.close()  # again: the door thread may have closed this end, and ends itself
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._close(error if self._is_failure(error) else None)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_lock"):  # not if the constructor failed
-            self._close()
-
-    def _is_failure(self, error: BaseException | None) -> bool:
-        """Whether a program that leaves by this error has failed this end."""
-        if isinstance(error, SystemExit):
-            return error.code not in (None, 0)
-        if isinstance(error, QueueClosed):
-            return not self._is_over
-        return error is not None and not isinstance(error, GeneratorExit)
-
-    @property
-    def _is_over(self) -> bool:
-        """Whether its calls raise QueueClosed."""
-        return self.closed
-
-    def _say_failed(self, text: str) -> None:
-        """Have the other side told why this end closes. From any thread."""
-        raise NotImplementedError
-
-    def _check_open(self) -> None:
-        self._lock.check_not_forked()  # a signal handler may have forked meanwhile
-        if self._lock.is_closing:
-            raise QueueClosed(f"{self!r} was closed while it waited")
-
-    def take_step(self) -> float | None:
-        """For the door thread; see `door.End`."""
-        try:
-            with self._lock.step(_TurnTaken):
-                return self._step_alone()
-        except _TurnTaken:
-            self._nudge()
-            return None
-        except (ShmcastError, OSError):
-            return math.inf  # the end's next call meets it again, and says so
-
-    def close_inherited(self) -> None:
-        """For a forked child; see `door.End`."""
-        raise NotImplementedError
-
-    def _step_alone(self) -> float:
-        """Take a step while no call of the end does; returns when it is due again."""
-        raise NotImplementedError
-
-    def _nudge(self) -> None:
-        """End the present wait, for something has come."""
-        ring = getattr(self, "_ring", None)
-        if ring is not None:
-            ring.nudge()
-
-    def _log_after(self, level: int, text: str, *arguments: object) -> None:
-        """Log something after the present turn, for a handler may wait for it."""
-        self._lock.defer(functools.partial(_log.log, level, text, *arguments))
-
-    def _stop_waits(self) -> None:
-        ring = getattr(self, "_ring", None)
-        if ring is not None:
-            ring.stop()
-
-    def _finish(self) -> None:
-        raise NotImplementedError
-
-
-class MessageQueue(_QueueEnd):
+class MessageQueue(QueueEnd):
     """
     The writer: the one end of a queue that enqueues.
 
@@ -465,7 +236,7 @@ class MessageQueue(_QueueEnd):
     def _open_door(self) -> None:
         """From here on the door thread serves this end."""
         self._watch = Watch(self)
-        _Exit.expect()
+        Exit.expect()
         self._lock = EndLock("writer", self._watch.is_free)
         try:
             self._watch.watch(self._control.descriptor)
@@ -617,7 +388,7 @@ class MessageQueue(_QueueEnd):
                 next call goes on without them.
             QueueClosed: another thread closed this end while it waited.
         """
-        deadline = _deadline(timeout)
+        deadline = deadline_of(timeout)
         if timeout == 0 or self.closed or self._lock.is_forked:
             self._close(error)
             return
@@ -626,7 +397,7 @@ class MessageQueue(_QueueEnd):
             self._close(error)  # this turn's end finishes it
 
     def _wait_until_read(self, deadline: float) -> None:
-        wait = _Wait(deadline, self._config.warn_after_s, self._spin_ns)
+        wait = Wait(deadline, self._config.warn_after_s, self._spin_ns)
         while True:
             self._look()
             self._watch.arm()
@@ -659,8 +430,8 @@ class MessageQueue(_QueueEnd):
                 kept one from attaching.
             QueueClosed: this end is closed.
         """
-        deadline = _deadline(timeout)
-        wait = _Wait(deadline, self._config.warn_after_s)
+        deadline = deadline_of(timeout)
+        wait = Wait(deadline, self._config.warn_after_s)
         while True:
             with self._lock.until(deadline, QueueNotReady):
                 self._survey()
@@ -713,7 +484,7 @@ class MessageQueue(_QueueEnd):
         Only a signal handler's exception may come just after the message was published, and a
         ShmcastError may say that it was, but a tensor of `empty` in it can't be used any more.
         """
-        deadline = math.inf if timeout is None else _deadline(timeout)
+        deadline = math.inf if timeout is None else deadline_of(timeout)
         with self._lock if timeout is None else self._lock.until(deadline, QueueFull):
             if self._arena.pending:  # of a message that was interrupted
                 self._arena.settle()
@@ -831,7 +602,7 @@ class MessageQueue(_QueueEnd):
 
     def _publish(self, message: _Message, deadline: float) -> None:
         """Wait for a chunk and publish a message that has been placed."""
-        wait: _Wait | None = None  # one that need not wait asks for no time
+        wait: Wait | None = None  # one that need not wait asks for no time
         is_elsewhere = message.is_in_file or message.image_place is not None
         needed_bytes = IMAGE_HEADER_BYTES if is_elsewhere else message.image_bytes
         has_looked = False
@@ -861,7 +632,7 @@ class MessageQueue(_QueueEnd):
                     )
                 case claim:
                     raise AssertionError(f"{claim!r} of {needed_bytes} bytes in a chunk")
-            wait = wait or _Wait(deadline, self._config.warn_after_s, self._spin_ns)
+            wait = wait or Wait(deadline, self._config.warn_after_s, self._spin_ns)
             self._pause(wait, for_chunk=for_chunk)
 
     def _publish_claimed(self, message: _Message) -> bool:
@@ -952,7 +723,7 @@ class MessageQueue(_QueueEnd):
         if file is not None:
             os.close(file)
 
-    def _pause(self, wait: _Wait, *, for_chunk: bool) -> None:
+    def _pause(self, wait: Wait, *, for_chunk: bool) -> None:
         """Sleep a slice for the readers to go on, then look around; QueueFull if time is up."""
         self._check_open()
         slice_s = wait.slice_s(is_told=for_chunk and self._control.sees_every_death)
@@ -969,10 +740,9 @@ class MessageQueue(_QueueEnd):
         if slice_s and for_chunk:
             is_nudged = self._ring.wait_for_space(*wait.spin_and_sleep_ns(slice_s))
         else:  # a reader takes a file from its socket without a word
-            is_early = wait.elapsed_s < _SHORT_SLICES_UNTIL_S
-            sleep(min(slice_s, _FIRST_PROBE_S) if is_early else slice_s)
+            sleep(wait.untold_s(slice_s))
         self._check_open()
-        if is_nudged or slice_s == 0 or wait.elapsed_s >= _FIRST_PROBE_S:
+        if is_nudged or slice_s == 0 or not wait.has_just_begun:
             wait.has_had_last_try = slice_s == 0
             self._look()
             self._watch.arm()
@@ -980,7 +750,7 @@ class MessageQueue(_QueueEnd):
             lag_text = self._lag_text(self._ranks_behind())
             self._say_wait(wait, f"to publish message {self._ring.messages}: {lag_text}")
 
-    def _say_wait(self, wait: _Wait, what_for: str) -> None:
+    def _say_wait(self, wait: Wait, what_for: str) -> None:
         text = f"writer @{self._address} has waited {wait.elapsed_s:.3g} s {what_for}"
         say(_log.warning, text)
 
@@ -1290,7 +1060,7 @@ def _relay_handle(handle: Handle) -> Handle:
     )
 
 
-class MessageReader(_QueueEnd):
+class MessageReader(QueueEnd):
     """
     A reader: an end of a queue that dequeues. It holds one rank.
 
@@ -1343,7 +1113,7 @@ class MessageReader(_QueueEnd):
         self._is_attached = False
         self._is_told = False  # whether the door thread watches the writer's process
         self._watch = Watch(self)
-        _Exit.expect()
+        Exit.expect()
         if self._rank in handle.local_reader_ranks:
             self._control = ReaderControl.connect(self._address, handle.token, self._rank)
         else:
@@ -1406,7 +1176,7 @@ class MessageReader(_QueueEnd):
             WriterFailed: the writer failed before.
             QueueClosed: this end is closed, or the writer closed before.
         """
-        deadline = _deadline(timeout)
+        deadline = deadline_of(timeout)
         with self._lock.until(deadline, QueueNotReady):
             self._attach(deadline)
 
@@ -1436,7 +1206,7 @@ class MessageReader(_QueueEnd):
         if timeout is None:
             with self._lock:
                 return self._load(self._take() or self._wait_for_message(math.inf))
-        deadline = _deadline(timeout)
+        deadline = deadline_of(timeout)
         with self._lock.until(deadline, QueueEmpty):
             return self._load(self._take() or self._wait_for_message(deadline))
 
@@ -1510,7 +1280,7 @@ class MessageReader(_QueueEnd):
         except QueueNotReady as error:
             raise QueueEmpty(str(error)) from error
         ring = self._ring
-        wait = _Wait(deadline, self._warn_after_s, self._spin_ns)
+        wait = Wait(deadline, self._warn_after_s, self._spin_ns)
         while True:
             slice_s = wait.slice_s(is_told=self._is_told)
             is_nudged = slice_s > 0 and ring.wait(*wait.spin_and_sleep_ns(slice_s))
@@ -1526,7 +1296,7 @@ class MessageReader(_QueueEnd):
             if ring.is_closing and not ring.lag:
                 self._check_not_failed(ring)
                 raise QueueClosed("the writer has closed, and everything was read")
-            if slice_s and not is_nudged and wait.elapsed_s < _FIRST_PROBE_S:
+            if slice_s and not is_nudged and wait.has_just_begun:
                 continue
             self._control.collect_files()
             if self._remote is not None:
@@ -1585,7 +1355,7 @@ class MessageReader(_QueueEnd):
             self._find_relay(self._remote, deadline)
 
     def _wait_for_admission(self, deadline: float) -> None:
-        wait = _Wait(deadline, QueueConfig().warn_after_s)
+        wait = Wait(deadline, QueueConfig().warn_after_s)
         while not self._step():
             self._check_open()
             slice_s = wait.slice_s(is_told=False)
@@ -1600,7 +1370,7 @@ class MessageReader(_QueueEnd):
             if wait.is_long():
                 self._say_wait(wait, "to attach to")
 
-    def _say_wait(self, wait: _Wait, what_for: str) -> None:
+    def _say_wait(self, wait: Wait, what_for: str) -> None:
         text = (
             f"reader @{self._address} rank {self._rank} has waited {wait.elapsed_s:.3g} s "
             f"{what_for} the writer ({named(self._control.writer_pid)})"

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 import pytest
 from conftest import PATIENCE_S, StartChild
 
-import shmcast.queue
+import shmcast.waiting
 from shmcast import Handle, MessageQueue, QueueConfig
 
 pytestmark = pytest.mark.proof
@@ -29,7 +29,7 @@ def one_slice() -> Iterator[None]:
     """The ends of this process sleep in slices that are longer than the test."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_FIRST_PROBE_S", "_SHORT_SLICE_S", "_LONG_SLICE_S"):
-            patch.setattr(shmcast.queue, name, 1000 * PATIENCE_S)
+            patch.setattr(shmcast.waiting, name, 1000 * PATIENCE_S)
         yield
 
 

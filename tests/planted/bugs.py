@@ -86,7 +86,7 @@ BUGS: Final = (
     ),
     Bug(
         "reason of a failure said after the end",
-        "queue.py",
+        "ends.py",
         """
         if error is not None:  # first: whoever sees the closing mark has to see this too
             self._say_failed(failure_text(error))

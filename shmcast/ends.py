@@ -1,0 +1,174 @@
+"""The ends of this process: turns, steps, closing, and what becomes of them when it exits."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import math
+import os
+import sys
+from types import TracebackType
+from typing import Self
+
+from shmcast._ring import EndLock
+from shmcast.control import failure_text
+from shmcast.door import Watch, all_ends
+from shmcast.errors import QueueClosed, ShmcastError
+
+__all__ = ["Exit", "QueueEnd"]
+
+_log = logging.getLogger("shmcast.queue")
+
+
+class _TurnTaken(Exception):
+    """The end is in use."""
+
+
+class QueueEnd:
+    """What both ends share: turns, steps, closing, the context manager."""
+
+    _lock: EndLock
+    _watch: Watch
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._lock.is_closing
+
+    def _close(self, error: BaseException | str | None = None) -> None:
+        if not isinstance(error, BaseException | str | None):
+            raise TypeError(f"error = {error!r} is not allowed; allowed is an exception or a text")
+        if self._lock.is_forked:
+            return
+        if error is not None:  # first: whoever sees the closing mark has to see this too
+            self._say_failed(failure_text(error))
+        self._lock.close(self._finish)
+        self._stop_waits()
+        self._watch.close()  # again: the door thread may have closed this end, and ends itself
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._close(error if self._is_failure(error) else None)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_lock"):  # not if the constructor failed
+            self._close()
+
+    def _is_failure(self, error: BaseException | None) -> bool:
+        """Whether a program that leaves by this error has failed this end."""
+        if isinstance(error, SystemExit):
+            return error.code not in (None, 0)
+        if isinstance(error, QueueClosed):
+            return not self._is_over
+        return error is not None and not isinstance(error, GeneratorExit)
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether its calls raise QueueClosed."""
+        return self.closed
+
+    def _say_failed(self, text: str) -> None:
+        """Have the other side told why this end closes. From any thread."""
+        raise NotImplementedError
+
+    def _check_open(self) -> None:
+        self._lock.check_not_forked()  # a signal handler may have forked meanwhile
+        if self._lock.is_closing:
+            raise QueueClosed(f"{self!r} was closed while it waited")
+
+    def take_step(self) -> float | None:
+        """For the door thread; see `door.End`."""
+        try:
+            with self._lock.step(_TurnTaken):
+                return self._step_alone()
+        except _TurnTaken:
+            self._nudge()
+            return None
+        except (ShmcastError, OSError):
+            return math.inf  # the end's next call meets it again, and says so
+
+    def close_inherited(self) -> None:
+        """For a forked child; see `door.End`."""
+        raise NotImplementedError
+
+    def _step_alone(self) -> float:
+        """Take a step while no call of the end does; returns when it is due again."""
+        raise NotImplementedError
+
+    def _nudge(self) -> None:
+        """End the present wait, for something has come."""
+        ring = getattr(self, "_ring", None)
+        if ring is not None:
+            ring.nudge()
+
+    def _log_after(self, level: int, text: str, *arguments: object) -> None:
+        """Log something after the present turn, for a handler may wait for it."""
+        self._lock.defer(functools.partial(_log.log, level, text, *arguments))
+
+    def _stop_waits(self) -> None:
+        ring = getattr(self, "_ring", None)
+        if ring is not None:
+            ring.stop()
+
+    def _finish(self) -> None:
+        raise NotImplementedError
+
+
+class Exit:
+    """What becomes of the ends that are open when the interpreter ends."""
+
+    _finalizer: object = None
+
+    @classmethod
+    def expect(cls) -> None:
+        """See to one more end."""
+        # Anew for each end: what is registered last runs first, and has to run before the I/O
+        # thread's own, which takes an open end for abandoned.
+        atexit.unregister(cls._fail_all)
+        atexit.register(cls._fail_all)
+        # The children of `multiprocessing` have it, and leave `atexit` out.
+        util = sys.modules.get("multiprocessing.util")
+        if util is not None and cls._finalizer is None:
+            cls._finalizer = util.Finalize(None, cls._fail_all, exitpriority=1)
+
+    @classmethod
+    def after_fork_in_child(cls) -> None:
+        """The child's own ends register anew."""
+        cls._finalizer = None
+
+    @staticmethod
+    def _fail_all() -> None:
+        """Close every end with the error that ends the interpreter, if one is known to."""
+        error = _uncaught()
+        for end in all_ends():
+            if isinstance(end, QueueEnd) and end._is_failure(error):
+                end._close(error)
+
+
+os.register_at_fork(after_in_child=Exit.after_fork_in_child)
+
+
+def _uncaught() -> BaseException | None:
+    """The exception that ends the interpreter or a child of `multiprocessing`, if it shows."""
+    process = sys.modules.get("multiprocessing.process")
+    error = sys.exception()
+    if process is not None and error is not None:
+        start = error.__traceback__
+        # Else the process was forked while its parent handled this error.
+        if start and start.tb_frame.f_code is process.BaseProcess._bootstrap.__code__:
+            return error
+    error = getattr(sys, "last_value", None)
+    start = None if error is None else error.__traceback__
+    # An error that a framework stored here began in one of its functions, not at the program's
+    # start; a prompt stores those that it went on after.
+    if start and start.tb_frame.f_back is None and not hasattr(sys, "ps1"):
+        return error
+    return None
