@@ -1617,7 +1617,8 @@ def test_option_on_reader_loss(
         for number in range(10):  # more than the ring holds
             assert number == round_trip(queue, reader, number)
     if on_reader_loss == "evict":
-        assert any(f"rank 1 (pid {child.pid})" in message for message in caplog.messages)
+        said = f"rank 1 (pid {child.pid})"
+        wait_until(lambda: any(said in message for message in caplog.messages))
     assert 1 == queue.stats().losses
 
 
