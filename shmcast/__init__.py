@@ -35,8 +35,9 @@ The modules in the order of the data: `config` and `handle` say what is wanted, 
 lies, `segment` makes the memory, `door` takes the steps of ends that are in no call, `control` says
 who is there and alive, `_ring` holds the hot loops and `_system` the system calls, `arena` deals
 out the blocks, `waiting` says how long to sleep, `ends` what all ends do, `pickler` turns objects
-into bytes, `remote` sends them to other hosts, `queue` joins them, `distributed` gives the ranks of
-a process group their ends, `cli` is the command and `demo` what it runs.
+into bytes, `roster` knows who reads, `remote` sends to other hosts, `writer` publishes, `relay`
+passes on, `queue` is what the user holds, `distributed` gives the ranks of a process group their
+ends, `cli` is the command and `demo` what it runs.
 """
 
 import sys
@@ -71,7 +72,8 @@ from shmcast.errors import (
     WriterLost,
 )
 from shmcast.handle import Handle
-from shmcast.queue import MessageQueue, MessageReader, QueueStats, ReaderStats
+from shmcast.queue import MessageQueue, MessageReader, ReaderStats
+from shmcast.writer import QueueStats
 
 __all__ = [
     "DEFAULT_OOB_THRESHOLD_BYTES",

@@ -465,6 +465,11 @@ class Holder:
         """The process that claimed the rank."""
         return self.connection.pid
 
+    @property
+    def may_map_blocks(self) -> bool:
+        """Whether its process may be there, with blocks of the arena mapped."""
+        return not self.connection.has_gone
+
 
 @attrs.frozen
 class FailedAttempt:

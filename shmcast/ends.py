@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
 import math
 import os
@@ -79,11 +78,6 @@ class QueueEnd:
         """Have the other side told why this end closes. From any thread."""
         raise NotImplementedError
 
-    def _check_open(self) -> None:
-        self._lock.check_not_forked()  # a signal handler may have forked meanwhile
-        if self._lock.is_closing:
-            raise QueueClosed(f"{self!r} was closed while it waited")
-
     def take_step(self) -> float | None:
         """For the door thread; see `door.End`."""
         try:
@@ -105,18 +99,11 @@ class QueueEnd:
 
     def _nudge(self) -> None:
         """End the present wait, for something has come."""
-        ring = getattr(self, "_ring", None)
-        if ring is not None:
-            ring.nudge()
-
-    def _log_after(self, level: int, text: str, *arguments: object) -> None:
-        """Log something after the present turn, for a handler may wait for it."""
-        self._lock.defer(functools.partial(_log.log, level, text, *arguments))
+        raise NotImplementedError
 
     def _stop_waits(self) -> None:
-        ring = getattr(self, "_ring", None)
-        if ring is not None:
-            ring.stop()
+        """End the present wait and all later ones. From any thread."""
+        raise NotImplementedError
 
     def _finish(self) -> None:
         raise NotImplementedError

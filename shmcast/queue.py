@@ -3,41 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
+import errno
 import logging
 import math
-import mmap
 import operator
 import os
 import secrets
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, SupportsIndex
 
 import attrs
 
 from shmcast._ring import (
-    IMAGE_HEADER_BYTES,
-    Claim,
     EndLock,
     Mapping,
     RingReader,
-    RingWriter,
-    image_bytes,
-    image_pieces,
     new_bytearray,
     read_image,
 )
-from shmcast._system import sleep
-from shmcast.arena import LEAST_BLOCK_BYTES, Arena, Block
+from shmcast.arena import LEAST_BLOCK_BYTES
 from shmcast.config import QueueConfig
 from shmcast.control import (
-    WRITER_BYTE,
-    Holder,
-    LockFile,
     ReaderControl,
-    WriterControl,
     failure_text,
     is_foreign,
     named,
@@ -46,83 +34,41 @@ from shmcast.door import Watch, say
 from shmcast.ends import Exit, QueueEnd
 from shmcast.errors import (
     ConfigError,
-    MessageTooLarge,
     ProtocolError,
     QueueClosed,
     QueueEmpty,
     QueueFull,
     QueueNotReady,
-    ReaderLost,
     ShmcastError,
     WriterFailed,
     WriterLost,
 )
 from shmcast.handle import TOKEN_BYTES, Handle
-from shmcast.layout import Layout
 from shmcast.pickler import Pickler, checked_loads, loads, rebuild_tensor
+from shmcast.relay import NUMBER_BYTES, Relay, relay_handle
+from shmcast.roster import ranks_text
 from shmcast.segment import (
-    FIXED_SIZE,
     FROZEN,
     Segment,
-    add_seals,
-    cpus_available,
-    map_file,
-    new_frozen_file,
-    new_memory_file,
     seals_of,
 )
-from shmcast.waiting import Wait, deadline_of
+from shmcast.waiting import Wait, check_open, deadline_of
+from shmcast.writer import QueueStats, Writer, spin_ns_of
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
     # zmq is imported only where there are remote readers.
-    from shmcast.remote import Arrived, Peer, RemoteReader, RemoteRing, RemoteWriter, RingSizes
+    from shmcast.remote import Arrived, RemoteReader, RemoteRing
 
-__all__ = ["MessageQueue", "MessageReader", "QueueStats", "ReaderStats"]
+__all__ = ["MessageQueue", "MessageReader", "ReaderStats"]
 
 _log = logging.getLogger("shmcast.queue")
 
-_LOOK_PAUSE_NS: Final = 10_000_000  # a publishing writer looks around at most this often
 _JOIN_S: Final = 0.2  # how long a relay's answer is waited for
 _JOIN_PAUSE_S: Final = 1.0
 _MOST_COPIED_BYTES: Final = 1024**2  # a larger buffer is not copied out of a message's file
-_NUMBER_BYTES: Final = 8  # before each stream that a relay passes on
-
-
-@attrs.frozen
-class QueueStats:
-    """
-    What a writer has done so far.
-
-    Attributes:
-        messages: how many messages were published.
-        bytes: how many bytes of stream and buffers they had.
-        oob_buffers: how many buffers left the stream.
-        oob_bytes: how many bytes these had.
-        waits: how often the writer polled or slept because the ring was full.
-        wait_s: for how many seconds, all together.
-        lag: how many messages each rank has still to finish, by rank; 0 for one that is gone.
-        blocks_in_use: how many blocks of the arena were in use when the writer looked last.
-        arena_bytes_in_use: how many bytes these have.
-        blocks_held: how many of them each rank that is waited for has not given up, by rank.
-        fallbacks: how many messages went into a memory file of their own.
-        losses: how many readers were lost.
-    """
-
-    messages: int
-    bytes: int
-    oob_buffers: int
-    oob_bytes: int
-    waits: int
-    wait_s: float
-    lag: tuple[int, ...]
-    blocks_in_use: int
-    arena_bytes_in_use: int
-    blocks_held: tuple[int, ...]
-    fallbacks: int
-    losses: int
 
 
 @attrs.frozen
@@ -151,33 +97,6 @@ class ReaderStats:
     fallbacks: int
 
 
-@attrs.define
-class _Message:
-    """
-    A message on its way.
-
-    Attributes:
-        stream: its parts.
-        buffers: those that left the stream.
-        places: where each buffer lies in a block, or None for one that is in the image; empty if
-            no buffer has a block.
-        blocks: the message's blocks, that of the image too.
-        image_bytes: the size of its image, without what lies in blocks.
-        image_place: of the block of an image that is too large for a chunk.
-        is_in_file: whether the image goes into a memory file.
-        sent: who has been sent that.
-    """
-
-    stream: list[bytes]
-    buffers: list[memoryview]
-    places: list[tuple[int, int] | None] = attrs.field(factory=list)
-    blocks: list[Block] = attrs.field(factory=list)
-    image_bytes: int = 0
-    image_place: tuple[int, int] | None = None
-    is_in_file: bool = False
-    sent: set[Holder] = attrs.field(factory=set)
-
-
 class MessageQueue(QueueEnd):
     """
     The writer: the one end of a queue that enqueues.
@@ -202,104 +121,33 @@ class MessageQueue(QueueEnd):
         if not isinstance(config, QueueConfig):
             raise TypeError(f"config = {config!r} is not allowed; allowed is a QueueConfig")
         self._config = config
-        self._ranks = tuple(range(config.n_readers))
         local_ranks = config.local_reader_ranks
-        self._local_ranks = self._ranks if local_ranks is None else tuple(sorted(local_ranks))
-        self._address, self._token = self._new_names()
-        self._spin_ns = _spin_ns(config.spin_us, len(self._local_ranks))
-        self._nonce = 0
-        # Losses that no call has reported so far: a signal may come between. By rank; with each
-        # text whether it is no death, but damage.
-        self._unreported: dict[int, tuple[str, bool]] = {}
-        self._file: int | None = None  # the memory file of the message that is on its way
-        self._has_warned = False
-        self._fallbacks = 0
-        self._losses = 0
-        self._last_lost: Holder | Peer | None = None
-        # Each holder's cursor at the last look, and when it had moved.
-        self._seen: weakref.WeakKeyDictionary[Holder | Peer, tuple[int, float]] = (
-            weakref.WeakKeyDictionary()
+        self._local_ranks = (
+            tuple(range(config.n_readers)) if local_ranks is None else tuple(sorted(local_ranks))
         )
-        self._failure: str | None = None  # why it was closed, if by an error
-        self._remote: RemoteWriter | None = None
-        self._n_handed_on = 0  # how many messages the remote ranks' link was given
-        self._images: dict[int, Mapping] = {}  # of those in files, until they are handed on
-        try:
-            self._create(Layout.of(config))
-        except OSError as error:
-            raise ConfigError(
-                f"a queue can't be made: {error} (it needs some descriptors: RLIMIT_NOFILE)"
-            ) from error
-        self._pickler = Pickler(config.oob_threshold_bytes, allocate=self._arena.allocate_buffer)
-        self._open_door()
-
-    def _open_door(self) -> None:
-        """From here on the door thread serves this end."""
+        self._address = f"shmcast-{secrets.token_hex(16)}"
+        self._token = secrets.token_hex(TOKEN_BYTES)
         self._watch = Watch(self)
         Exit.expect()
         self._lock = EndLock("writer", self._watch.is_free)
         try:
-            self._watch.watch(self._control.descriptor)
-        except OSError as error:
-            self.close()
-            raise ConfigError(f"a queue can't be made: {error}") from error
-
-    def _new_names(self) -> tuple[str, str]:
-        """The control socket's address and the token for it."""
-        return f"shmcast-{secrets.token_hex(16)}", secrets.token_hex(TOKEN_BYTES)
-
-    def _create(self, layout: Layout) -> None:
-        with contextlib.ExitStack() as undo:
-            self._segment = Segment.create(layout)
-            undo.callback(self._segment.close_descriptors)
-            self._ring = RingWriter(self._segment)
-            self._arena = Arena(layout, self._ring, self._segment.reserve_arena)
-            lock_file = LockFile.of(new_memory_file("shmcast-locks", layout.locks_bytes))
-            undo.callback(lock_file.drop)
-            add_seals(lock_file.descriptor, FIXED_SIZE)
-            lock_file.hold(WRITER_BYTE)
-            self._lock_file: LockFile | None = lock_file
-            self._control = WriterControl(
+            self._writer = Writer(
+                config,
+                self._lock,
                 address=self._address,
                 token=self._token,
                 ranks=self._local_ranks,
-                descriptors=(self._segment.data_descriptor, self._segment.control_descriptor),
-                lock_file=lock_file,
-                new_epoch=self._ring.new_epoch,
-                admit=self._ring.admit,
-                strike=self._arena.strike,
-                has_left=self._ring.has_left,
+                on_look=self._watch.arm,
             )
-            undo.callback(self._control.close_descriptors)
-            if len(self._local_ranks) < len(self._ranks):
-                self._open_to_remote_ranks()
-            undo.pop_all()
-
-    def _open_to_remote_ranks(self) -> None:
-        from shmcast.remote import RemoteWriter, RingSizes
-
-        config, segment = self._config, self._segment
-        assert config.bind is not None  # the config has seen to that
-        self._remote = RemoteWriter(
-            bind=config.bind,
-            security=config.security,
-            ranks=tuple(sorted({*self._ranks} - {*self._local_ranks})),
-            token=self._token,
-            sizes=RingSizes(
-                config.n_chunks,
-                config.chunk_bytes,
-                config.arena_bytes,
-                config.spin_us,
-                copies=config.receive == "copy",
-                warn_after_us=int(min(config.warn_after_s, 1e12) * 1e6),
-            ),
-            place_of=lambda rank, epoch: RingReader(segment, rank, epoch),
-            new_epoch=self._ring.new_epoch,
-            admit=self._ring.admit,
-            strike=self._arena.strike,
-            has_left=self._ring.has_left,
-        )
-        self._control.watch(self._remote.claimed.descriptor)
+            self._pickler = Pickler(
+                config.oob_threshold_bytes, allocate=self._writer.arena.allocate_buffer
+            )
+            self._watch.watch(self._writer.control.descriptor)
+        except OSError as error:
+            self.close()
+            raise ConfigError(
+                f"a queue can't be made: {error} (it needs some descriptors: RLIMIT_NOFILE)"
+            ) from error
 
     @staticmethod
     def create_from_handle(
@@ -353,10 +201,7 @@ class MessageQueue(QueueEnd):
         Raises:
             QueueClosed: this end is closed.
         """
-        self._lock.check_not_forked()
-        if self.closed:
-            raise QueueClosed("this writer is closed")
-        remote = self._remote
+        remote = self._open_writer().remote
         return Handle(
             endpoint=remote.endpoint if remote else None,
             n_readers=self._config.n_readers,
@@ -393,28 +238,8 @@ class MessageQueue(QueueEnd):
             self._close(error)
             return
         with self._lock.until(deadline, QueueFull):
-            self._wait_until_read(deadline)
+            self._writer.wait_until_read(deadline)
             self._close(error)  # this turn's end finishes it
-
-    def _wait_until_read(self, deadline: float) -> None:
-        wait = Wait(deadline, self._config.warn_after_s, self._spin_ns)
-        while True:
-            self._look()
-            self._watch.arm()
-            behind = tuple(rank for rank, lag in enumerate(self._ring.lags()) if lag)
-            if not behind:
-                return
-            self._check_open()
-            slice_s = wait.slice_s(is_told=self._control.sees_every_death)
-            if slice_s == 0:
-                raise QueueFull(
-                    f"not everything was read in {wait.elapsed_s:.3g} s: {self._lag_text(behind)}",
-                    behind,
-                )
-            self._ring.wait_for_space(*wait.spin_and_sleep_ns(slice_s), self._config.n_chunks)
-            self._check_open()
-            if wait.is_long():
-                self._say_wait(wait, f"until everything is read: {self._lag_text(behind)}")
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
         """
@@ -434,27 +259,28 @@ class MessageQueue(QueueEnd):
         wait = Wait(deadline, self._config.warn_after_s)
         while True:
             with self._lock.until(deadline, QueueNotReady):
-                self._survey()
-                self._evict_lost()
-                missing = self._missing_ranks()
-                attempts = self._attempts_text(missing)
+                writer = self._writer
+                writer.survey()
+                writer.log_lost()
+                missing = writer.roster.missing_ranks
+                attempts = writer.roster.attempts_text(missing)
                 turns = self._lock.turns + 1  # this one too
             if not missing:
                 return
-            slice_s = wait.slice_s(is_told=self._control.sees_every_death)
+            slice_s = wait.slice_s(is_told=writer.control.sees_every_death)
             if slice_s == 0:
                 raise QueueNotReady(
-                    f"{_ranks_text(missing)} not attached after {wait.elapsed_s:.3g} s{attempts}",
+                    f"{ranks_text(missing)} not attached after {wait.elapsed_s:.3g} s{attempts}",
                     missing,
                 )
             self._lock.wait_for_turn(turns, slice_s)  # the door thread's, which admits them
-            self._check_open()
+            check_open(self._lock, repr(self))
             if wait.is_long():
                 _log.warning(
                     "writer @%s has waited %.0f s for %s to attach%s",
                     self._address,
                     wait.elapsed_s,
-                    _ranks_text(missing),
+                    ranks_text(missing),
                     attempts,
                 )
 
@@ -486,19 +312,20 @@ class MessageQueue(QueueEnd):
         """
         deadline = math.inf if timeout is None else deadline_of(timeout)
         with self._lock if timeout is None else self._lock.until(deadline, QueueFull):
-            if self._arena.pending:  # of a message that was interrupted
-                self._arena.settle()
-            if self._remote is not None:
-                self._hand_on()  # what a signal left undone, while it lies where it was published
+            writer = self._writer
+            if writer.arena.pending:  # of a message that was interrupted
+                writer.arena.settle()
+            if writer.remote is not None:
+                writer.hand_on()  # what a signal left undone, while it lies where it was published
             try:
                 stream, buffers = self._pickler.dumps(obj)
             except BaseException:
-                self._arena.settle()
+                writer.arena.settle()
                 raise
-            if buffers or self._ring.try_publish(stream, buffers):
-                self._publish_slowly(stream, buffers, deadline)
-            elif self._remote is not None:
-                self._hand_on(stream)
+            if buffers or writer.try_publish(stream, buffers):
+                writer.publish(stream, buffers, deadline)
+            elif writer.remote is not None:
+                writer.hand_on(stream)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """
@@ -529,7 +356,7 @@ class MessageQueue(QueueEnd):
         with self._lock:
             least_bytes = max(self._config.oob_threshold_bytes, LEAST_BLOCK_BYTES)
             if n_bytes >= least_bytes and not model.is_quantized:
-                draft = self._arena.new_draft(n_bytes)
+                draft = self._writer.arena.new_draft(n_bytes)
                 if draft is not None:
                     name = str(model.dtype).removeprefix("torch.")
                     return rebuild_tensor(draft, tuple(model.shape), None, name)
@@ -542,414 +369,45 @@ class MessageQueue(QueueEnd):
         Raises:
             QueueClosed: this end is closed.
         """
+        return self._open_writer().stats()
+
+    def _open_writer(self) -> Writer:
         self._lock.check_not_forked()
-        ring, arena = getattr(self, "_ring", None), getattr(self, "_arena", None)
-        if ring is None or arena is None:
+        writer: Writer | None = self.__dict__.get("_writer")
+        if writer is None or self.closed:
             raise QueueClosed("this writer is closed")
-        blocks = arena.blocks
-        return QueueStats(
-            messages=ring.messages,
-            bytes=ring.bytes,
-            oob_buffers=ring.oob_buffers,
-            oob_bytes=ring.oob_bytes,
-            waits=ring.waits,
-            wait_s=ring.wait_s,
-            lag=ring.lags(),
-            blocks_in_use=len(blocks),
-            arena_bytes_in_use=sum(block.n_bytes for block in blocks),
-            blocks_held=tuple(
-                sum(rank in block.holders for block in blocks) for rank in self._ranks
-            ),
-            fallbacks=self._fallbacks,
-            losses=self._losses,
-        )
-
-    def _publish_slowly(
-        self, stream: list[bytes], buffers: list[memoryview], deadline: float
-    ) -> None:
-        """Publish what has large buffers, or what the first try could not."""
-        message = _Message(stream, buffers)
-        try:
-            self._place(message)
-            self._publish(message, deadline)
-            self._hand_on()
-        finally:
-            self._images.pop(self._ring.messages, None)  # of one that was not published
-            self._drop_file()
-            self._arena.settle()
-
-    def _place(self, message: _Message) -> None:
-        """
-        Copy the large buffers into blocks of the arena, and find a place for a large image.
-
-        If there are not enough blocks, all of the message goes another way.
-        """
-        chunk_bytes = self._config.chunk_bytes
-        placed = self._arena.place(message.buffers)
-        message.places, message.blocks = placed or ([], [])
-        has_blocks = placed is not None
-        message.image_bytes = image_bytes(message.stream, message.buffers, message.places)
-        if message.image_bytes > chunk_bytes and has_blocks:
-            self._arena.reclaim()
-            block = self._arena.allocate(message.image_bytes)
-            if block is not None:
-                message.image_place = block.offset, block.slot
-                message.blocks.append(block)
-            else:
-                has_blocks, message.places, message.blocks = False, [], []
-                message.image_bytes = image_bytes(message.stream, message.buffers)
-        message.is_in_file = not has_blocks and message.image_bytes > chunk_bytes
-
-    def _publish(self, message: _Message, deadline: float) -> None:
-        """Wait for a chunk and publish a message that has been placed."""
-        wait: Wait | None = None  # one that need not wait asks for no time
-        is_elsewhere = message.is_in_file or message.image_place is not None
-        needed_bytes = IMAGE_HEADER_BYTES if is_elsewhere else message.image_bytes
-        has_looked = False
-        while True:
-            match self._ring.try_claim(needed_bytes, has_looked):
-                case Claim.DONE:
-                    if self._publish_claimed(message):
-                        return
-                    for_chunk = False
-                case Claim.FULL:
-                    for_chunk = True
-                case Claim.LOOK:
-                    self._look()
-                    has_looked = True
-                    continue
-                case Claim.RESERVE:
-                    index = self._ring.messages % self._config.n_chunks
-                    self._ring.set_reserved(self._segment.reserve_chunk(index, needed_bytes))
-                    continue
-                case Claim.NOBODY if self._config.on_reader_loss == "evict":
-                    for_chunk = False
-                case Claim.NOBODY:
-                    raise ReaderLost(
-                        f"nobody is left to publish to: {_ranks_text(self._ranks)} left or "
-                        f"died; wait_until_ready waits until they attach again",
-                        self._ranks,
-                    )
-                case claim:
-                    raise AssertionError(f"{claim!r} of {needed_bytes} bytes in a chunk")
-            wait = wait or Wait(deadline, self._config.warn_after_s, self._spin_ns)
-            self._pause(wait, for_chunk=for_chunk)
-
-    def _publish_claimed(self, message: _Message) -> bool:
-        """Publish into the claimed chunk. False if there is no room for its file for now."""
-        ring, stream, buffers = self._ring, message.stream, message.buffers
-        if message.is_in_file and self._remote and not self._remote.has_room(message.image_bytes):
-            return False
-        if not message.is_in_file:
-            # Before it is published: afterwards a signal could come between.
-            self._arena.assign(message.blocks, ring.messages + 1, ring.expected_ranks())
-            drafts = [block.draft() for block in message.blocks if block.draft is not None]
-            descriptor = self._segment.data_descriptor
-            try:
-                ring.publish(
-                    stream, buffers, message.places, message.image_place, drafts, descriptor
-                )
-            except OSError as error:
-                raise ShmcastError(
-                    f"the message was published, but a tensor of `empty` in it can't be used any "
-                    f"more: {error}"
-                ) from error
-            return True
-        if self._file is None:
-            self._warn_of_fallback()
-            self._nonce += 1
-            pieces = image_pieces(ring.messages, stream, buffers)
-            self._file = new_frozen_file(pieces, message.image_bytes)
-        # Sent before it is published, so that a reader never waits for it, and has it even if the
-        # writer dies.
-        if not self._control.send_file(self._nonce, self._file, message.sent):
-            return False
-        # Let go of first: whoever is interrupted must not close it twice.
-        file, self._file = self._file, None
-        if self._remote is not None:
-            self._images[ring.messages] = map_file(file, message.image_bytes, writable=False)
-        self._control.keep_file(self._nonce, file)
-        ring.publish_file(self._nonce, stream, buffers)
-        self._fallbacks += 1
-        return True
-
-    def _warn_of_fallback(self) -> None:
-        """Say once that the arena is too small for what the readers keep."""
-        if self._has_warned or not self._config.arena_bytes:
-            return
-        self._has_warned = True
-        stats = self.stats()
-        self._log_after(
-            logging.WARNING,
-            "writer @%s has no free block for a message, so it goes into a memory file, which is "
-            "slower: %d of at most %d blocks and %d bytes of arena_bytes = %d are in use, blocks "
-            "held by rank: %s",
-            self._address,
-            stats.blocks_in_use,
-            self._segment.layout.n_slots,
-            stats.arena_bytes_in_use,
-            self._config.arena_bytes,
-            stats.blocks_held,
-        )
-
-    def _hand_on(self, last_stream: Sequence[bytes] = ()) -> None:
-        """
-        Have what was published sent to the remote ranks; also what a signal left undone.
-
-        Args:
-            last_stream: the parts of the last message, if it has no buffers.
-        """
-        remote = self._remote
-        if remote is None:
-            return
-        if len(last_stream) == 1 and self._n_handed_on == self._ring.messages - 1:
-            remote.publish(self._n_handed_on, memoryview(last_stream[0]), [])
-            self._n_handed_on += 1
-            return
-        while self._n_handed_on < self._ring.messages:
-            number = self._n_handed_on
-            image = self._images.get(number)
-            if image is None:  # chunk and blocks stay as they are until all have acknowledged it
-                stream, buffers = self._ring.published_parts(number)
-            else:
-                stream, buffers = read_image(image, number)
-            file_bytes = len(memoryview(image)) if image else 0
-            remote.publish(number, stream, buffers, file_bytes)
-            self._n_handed_on += 1
-        self._images.clear()  # last: a signal may come between
-
-    def _drop_file(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            os.close(file)
-
-    def _pause(self, wait: Wait, *, for_chunk: bool) -> None:
-        """Sleep a slice for the readers to go on, then look around; QueueFull if time is up."""
-        self._check_open()
-        slice_s = wait.slice_s(is_told=for_chunk and self._control.sees_every_death)
-        if slice_s == 0 and wait.has_had_last_try:
-            behind = self._ranks_behind()
-            raise QueueFull(
-                f"the message was not published in {wait.elapsed_s:.3g} s: "
-                f"{self._lag_text(behind)}",
-                behind,
-            )
-        is_nudged = False
-        if self._remote is not None:
-            self._remote.leave_to_thread()
-        if slice_s and for_chunk:
-            is_nudged = self._ring.wait_for_space(*wait.spin_and_sleep_ns(slice_s))
-        else:  # a reader takes a file from its socket without a word
-            sleep(wait.untold_s(slice_s))
-        self._check_open()
-        if is_nudged or slice_s == 0 or not wait.has_just_begun:
-            wait.has_had_last_try = slice_s == 0
-            self._look()
-            self._watch.arm()
-        if wait.is_long():
-            lag_text = self._lag_text(self._ranks_behind())
-            self._say_wait(wait, f"to publish message {self._ring.messages}: {lag_text}")
-
-    def _say_wait(self, wait: Wait, what_for: str) -> None:
-        text = f"writer @{self._address} has waited {wait.elapsed_s:.3g} s {what_for}"
-        say(_log.warning, text)
-
-    def _look(self) -> None:
-        """
-        See to what others wait for.
-
-        Raises:
-            ReaderLost, ProtocolError: readers were lost, unless `on_reader_loss` is "evict".
-        """
-        self._survey()
-        if self._config.on_reader_loss == "evict":
-            self._evict_lost()
-            return
-        lost = self._take_lost()
-        if not lost:
-            return
-        report = _report(lost)
-        if any(is_damage for _, is_damage in lost.values()):
-            raise ProtocolError(report)
-        raise ReaderLost(report, tuple(lost))
+        return writer
 
     def _step_alone(self) -> float:
-        known = dict(self._unreported)
-        due_at = self._survey()
-        if self._config.on_reader_loss == "evict":
-            self._evict_lost()
-        new = {rank: loss for rank, loss in self._unreported.items() if known.get(rank) != loss}
-        if self._unreported:
-            self._ring.look_again_in(0)  # so that the next call raises it
-        if new:
-            self._log_after(
-                logging.WARNING,
-                "writer @%s lost a reader, which its next call raises: %s",
-                self._address,
-                _report(new),
-            )
-        return due_at
+        return self._writer.step_alone()
 
-    def _evict_lost(self) -> None:
-        """Go on without the readers that were lost, and say so."""
-        lost = self._take_lost()
-        if lost:
-            self._log_after(
-                logging.WARNING,
-                "writer @%s goes on without a reader: %s",
-                self._address,
-                _report(lost),
-            )
+    def _nudge(self) -> None:
+        if (writer := self.__dict__.get("_writer")) is not None:
+            writer.nudge()
 
-    def _take_lost(self) -> dict[int, tuple[str, bool]]:
-        lost, self._unreported = dict(sorted(self._unreported.items())), {}
-        return lost
-
-    def _survey(self) -> float:
-        """
-        See who has left or died, and serve the control socket.
-
-        Returns when to do it again at the latest.
-        """
-        self._ring.look_again_in(_LOOK_PAUSE_NS)
-        now = time.monotonic()
-        lags = self._ring.lags()
-        for control, holder in self._holders():
-            rank = holder.rank
-            cursor = self._ring.messages - lags[rank]
-            if self._seen.get(holder, (None,))[0] != cursor:
-                self._seen[holder] = cursor, now
-            text, is_damage = None, False
-            try:
-                # Who left before it died has left.
-                is_dead = control.is_dead(holder)
-                has_left = self._ring.has_left(rank)
-                failure = control.failure_of(holder) if is_dead or has_left else None
-                if failure is not None:
-                    text = f"{self._who(rank)} failed {lags[rank]} messages behind: {failure}"
-                elif has_left:
-                    self._log_after(logging.INFO, "%s has left", self._who(rank))
-                    control.vacate(rank)
-                    continue
-                elif is_dead:
-                    text = f"{self._who(rank)} died {lags[rank]} messages behind"
-            except ProtocolError as error:
-                text, is_damage = str(error), True
-            if rank == self._ring.damaged():
-                text = f"{self._who(rank)} stored a cursor that is out of range"
-                is_damage = True
-            if text is not None:
-                if self._last_lost is not holder:  # else a signal came before it was vacated
-                    self._losses += 1
-                    self._last_lost = holder
-                self._unreported[rank] = text, is_damage
-                is_here = isinstance(holder, Holder) and not holder.connection.has_gone
-                if is_here and not self._ring.has_left(rank):  # else it has given all up
-                    self._arena.disown(rank)
-                control.vacate(rank)
-                self._last_lost = None
-        return self._step()
-
-    def _holders(self) -> Iterator[tuple[Any, Holder | Peer]]:
-        """Every admitted reader, and who is in charge of it."""
-        for holder in self._control.admitted():
-            yield self._control, holder
-        if self._remote is not None:
-            for peer in self._remote.admitted():
-                yield self._remote, peer
-
-    def _holder_of(self, rank: int) -> Holder | Peer | None:
-        holder = self._control.holders.get(rank)
-        return holder or (self._remote.holders.get(rank) if self._remote else None)
-
-    def _missing_ranks(self) -> tuple[int, ...]:
-        missing, remote = self._control.missing_ranks, self._remote
-        return tuple(sorted((*missing, *remote.missing_ranks))) if remote else missing
-
-    def _ranks_behind(self) -> tuple[int, ...]:
-        """The ranks that are furthest behind; all of them if none is attached."""
-        if not self._ring.expected_ranks():
-            return self._ranks
-        lags = self._ring.lags()
-        return tuple(rank for rank, lag in enumerate(lags) if lag and lag == max(lags))
-
-    def _who(self, rank: int) -> str:
-        holder = self._holder_of(rank)
-        return f"rank {rank} ({named(holder.pid)})" if holder else f"rank {rank} (not attached)"
-
-    def _attempts_text(self, ranks: Iterable[int]) -> str:
-        """What kept these ranks from attaching, as far as it is known."""
-        attempts = dict(self._control.failed_attempts)
-        if self._remote is not None:
-            attempts |= self._remote.failed_attempts
-        return "".join(
-            f"; rank {rank} could not attach: {attempts[rank]}"
-            for rank in ranks
-            if rank in attempts
-        )
-
-    def _lag_text(self, ranks: tuple[int, ...]) -> str:
-        if not self._ring.expected_ranks():
-            return f"nobody is attached, {_ranks_text(ranks)} left or died"
-        lags, now = self._ring.lags(), time.monotonic()
-        texts = []
-        for rank in ranks:
-            text = f"{self._who(rank)} is {lags[rank]} messages behind"
-            holder = self._holder_of(rank)
-            if holder is not None and holder in self._seen:
-                text += f", last seen {now - self._seen[holder][1]:.3g} s ago"
-            texts.append(text)
-        return "; ".join(texts) + self._attempts_text(ranks)
-
-    def _step(self) -> float:
-        self._hand_on()  # before a rank is taken in that does not get it
-        due_at = self._control.serve()
-        remote = self._remote
-        if remote is not None:
-            remote.serve()
-        return due_at
-
-    def _finish(self) -> None:
-        if not hasattr(self, "_ring"):
-            return  # a signal interrupted an earlier call after its last line
-        self._hand_on()
-        # Nothing can be published any more, so what the closing mark says is true.
-        self._ring.say_closing()
-        self._watch.close()
-        with contextlib.ExitStack() as parts:
-            parts.callback(self._segment.close)
-            parts.callback(self._drop_lock_file)
-            parts.callback(self._control.close, self._failure)
-            if self._remote is not None:
-                parts.callback(self._remote.close, self._failure)
-        self._warn_of_missed()
-        # The mappings end here, unless another thread is still on its way out of a call. The last
-        # lines, since a signal may interrupt this and `close` come again.
-        self._remote = None
-        for name in ("_pickler", "_arena", "_ring"):
-            self.__dict__.pop(name, None)
+    def _stop_waits(self) -> None:
+        if (writer := self.__dict__.get("_writer")) is not None:
+            writer.stop()
 
     def _say_failed(self, text: str) -> None:
-        self._failure = self._failure or text
-        ring = getattr(self, "_ring", None)
-        if ring is not None:
-            ring.say_failed(self._failure)
+        if (writer := self.__dict__.get("_writer")) is not None:
+            writer.say_failed(text)
 
-    def _warn_of_missed(self) -> None:
-        """Say what is left behind. An attached reader still takes it; others never can."""
-        attached = {holder.rank for _, holder in self._holders()}
-        missed = {
-            rank: lag for rank, lag in enumerate(self._ring.lags()) if lag and rank not in attached
-        }
-        if missed:
-            _log.warning(
-                "writer @%s closed before %s attached, which will never get what was published: "
-                "%s; close(timeout=...) waits for that%s",
-                self._address,
-                _ranks_text(tuple(missed)),
-                ", ".join(f"{lag} messages for rank {rank}" for rank, lag in missed.items()),
-                self._attempts_text(missed),
-            )
+    def _finish(self) -> None:
+        writer: Writer | None = self.__dict__.get("_writer")
+        if writer is not None:  # else the constructor failed, or a signal came after the last line
+            writer.say_closing()
+        self._watch.close()
+        if writer is not None:
+            writer.close()
+        # The mappings end here, unless another thread is still on its way out of a call. The last
+        # lines, since a signal may interrupt this and `close` come again.
+        self.__dict__.pop("_pickler", None)
+        self.__dict__.pop("_writer", None)
+
+    def close_inherited(self) -> None:
+        """For a forked child; see `door.End`."""
+        self._writer.close_inherited()
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(
@@ -957,107 +415,6 @@ class MessageQueue(QueueEnd):
             "another process, send it the handle from export_handle(). To write there, make the "
             "queue there and send its handle here"
         )
-
-    def _drop_lock_file(self) -> None:
-        if self._lock_file is not None:
-            self._lock_file.give_back(WRITER_BYTE)
-            lock_file, self._lock_file = self._lock_file, None
-            lock_file.drop()
-
-    def close_inherited(self) -> None:
-        """For a forked child; see `door.End`."""
-        self._drop_file()
-        self._control.close_descriptors()
-        self._segment.close_descriptors()
-
-
-class _Relay(MessageQueue):
-    """
-    The ring through which a remote reader passes on what it receives to the others of its host.
-
-    It never waits: who is too slow for it is evicted, and gets its messages from the writer then.
-    The I/O thread of that reader uses it, as a `remote.Relay`.
-
-    Args:
-        handle: of this ring.
-        sizes: of the writer's ring.
-        session: of the reader that relays.
-
-    Raises:
-        ConfigError: another reader of this host is the relay, or there is not enough memory.
-    """
-
-    def __init__(self, handle: Handle, sizes: RingSizes, session: int) -> None:
-        self._own_handle = handle
-        super().__init__(
-            QueueConfig(
-                n_readers=handle.n_readers,
-                chunk_bytes=sizes.chunk_bytes + mmap.PAGESIZE,  # for the number of each message
-                n_chunks=sizes.n_chunks,
-                arena_bytes=sizes.arena_bytes,
-                receive="copy" if sizes.copies else "private",
-                spin_us=sizes.spin_us,
-                warn_after_s=sizes.warn_after_us / 1e6,
-                on_reader_loss="evict",
-            )
-        )
-        self._control.keep_nothing()
-        self._control.greeting = session.to_bytes(8, "little")
-
-    def _new_names(self) -> tuple[str, str]:
-        return self._own_handle.local_address, self._own_handle.token
-
-    def _open_door(self) -> None:
-        # The I/O thread sees to all that.
-        self._watch = Watch(self)
-        self._lock = EndLock("relay", self._watch.is_free)
-
-    @property
-    def descriptor(self) -> int:
-        return self._control.descriptor
-
-    @property
-    def has_readers(self) -> bool:
-        return bool(self._ring.expected_ranks())
-
-    def tend(self) -> None:
-        with self._lock:
-            self._look()
-
-    def pass_on(self, number: int, stream: Any, buffers: list[Any]) -> None:
-        with self._lock:
-            for rank, lag in enumerate(self._ring.lags()):
-                if lag >= self._config.n_chunks:
-                    self._evict(rank)
-            if not self._ring.expected_ranks():
-                return
-            parts = [number.to_bytes(_NUMBER_BYTES, "little"), bytes(stream)]
-            views = [memoryview(buffer) for buffer in buffers]
-            try:
-                if views or self._ring.try_publish(parts, views):
-                    self._publish_slowly(parts, views, time.monotonic())
-            except (QueueFull, MessageTooLarge, ReaderLost) as error:
-                _log.info("relay @%s can't pass on message %d: %s", self._address, number, error)
-                for rank in self._ring.expected_ranks():
-                    self._evict(rank)
-
-    def _evict(self, rank: int) -> None:
-        """End the attachment of a reader that is alive."""
-        self._arena.disown(rank)
-        self._control.vacate(rank)
-
-
-def _relay_handle(handle: Handle) -> Handle:
-    """The handle of the ring that a host's remote readers share: each of them knows it."""
-    # Everybody on the host sees the address, which must not tell the token.
-    digest = hmac.digest(handle.token.encode(), b"relay", "sha256").hex()
-    return attrs.evolve(
-        handle,
-        endpoint=None,
-        local_reader_ranks=tuple(range(handle.n_readers)),
-        local_address=f"shmcast-relay-{digest[:32]}",
-        curve_keys=(),
-    )
 
 
 class MessageReader(QueueEnd):
@@ -1287,7 +644,7 @@ class MessageReader(QueueEnd):
             taken = self._take()
             if taken is not None:
                 return taken
-            self._check_open()
+            check_open(self._lock, repr(self))
             if ring.is_struck:
                 raise ProtocolError(
                     f"rank {self._rank} was evicted: the writer does not wait for this reader "
@@ -1357,7 +714,7 @@ class MessageReader(QueueEnd):
     def _wait_for_admission(self, deadline: float) -> None:
         wait = Wait(deadline, QueueConfig().warn_after_s)
         while not self._step():
-            self._check_open()
+            check_open(self._lock, repr(self))
             slice_s = wait.slice_s(is_told=False)
             if not slice_s:
                 raise QueueNotReady(
@@ -1366,7 +723,7 @@ class MessageReader(QueueEnd):
                     (self._rank,),
                 )
             self._control.wait(slice_s)
-            self._check_open()
+            check_open(self._lock, repr(self))
             if wait.is_long():
                 self._say_wait(wait, "to attach to")
 
@@ -1427,7 +784,7 @@ class MessageReader(QueueEnd):
             if layout.n_slots and layout.receive == "private":
                 self._lease_blocks()
             self._segment.close_descriptors()  # what is mapped stays mapped
-            self._spin_ns = _spin_ns(layout.spin_us, layout.n_readers)
+            self._spin_ns = spin_ns_of(layout.spin_us, layout.n_readers)
             self._control.confirm()
             self._control.step()
 
@@ -1480,13 +837,15 @@ class MessageReader(QueueEnd):
     def _new_candidate(self, remote: RemoteReader) -> MessageReader | None:
         """A reader of this host's relay, or None if this end has become that."""
         assert remote.sizes is not None  # it is admitted
-        handle = _relay_handle(self._handle)
+        handle = relay_handle(self._handle)
         with contextlib.suppress(WriterLost):  # there is none
             return MessageReader(handle, self._rank)
         try:
-            remote.pass_on_to(_Relay(handle, remote.sizes, remote.session))
-        except ConfigError:  # another one was faster
-            return MessageReader(handle, self._rank)
+            remote.pass_on_to(Relay(handle, remote.sizes, remote.session))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return MessageReader(handle, self._rank)  # another one was faster
         return None
 
     def _lease_blocks(self) -> None:
@@ -1508,6 +867,14 @@ class MessageReader(QueueEnd):
 
     def _say_failed(self, text: str) -> None:
         self._control.say_failed(text)
+
+    def _nudge(self) -> None:
+        if (ring := getattr(self, "_ring", None)) is not None:
+            ring.nudge()
+
+    def _stop_waits(self) -> None:
+        if (ring := getattr(self, "_ring", None)) is not None:
+            ring.stop()
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(
@@ -1585,8 +952,8 @@ class _Relayed:
             self._is_broken = True
             return None
         stream, buffers = (taken, []) if type(taken) is bytes else taken
-        number = int.from_bytes(stream[:_NUMBER_BYTES], "little")
-        return self._arrived(number, stream[_NUMBER_BYTES:], buffers)
+        number = int.from_bytes(stream[:NUMBER_BYTES], "little")
+        return self._arrived(number, stream[NUMBER_BYTES:], buffers)
 
     def release(self) -> None:
         self._head = None
@@ -1611,21 +978,8 @@ class _Relayed:
         self._reader.close()
 
 
-def _report(lost: dict[int, tuple[str, bool]]) -> str:
-    return "; ".join(text for text, _ in lost.values())
-
-
 def _nothing() -> None:
     """What a reader takes before it is admitted."""
-
-
-def _spin_ns(spin_us: int, n_readers: int) -> int:
-    """How long to poll before sleeping: not at all if the ends on this host have to share CPUs."""
-    return spin_us * 1000 if cpus_available() >= 1 + n_readers else 0
-
-
-def _ranks_text(ranks: tuple[int, ...]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _own_image(file: int, size_bytes: int) -> Mapping | bytearray:

@@ -6,7 +6,10 @@ import math
 import time
 from typing import Any, Final
 
-__all__ = ["Wait", "deadline_of"]
+from shmcast._ring import EndLock
+from shmcast.errors import QueueClosed
+
+__all__ = ["Wait", "check_open", "deadline_of"]
 
 _FIRST_PROBE_S: Final = 0.001  # who has waited for less does not ask who is alive
 # A sleep is cut in slices only to notice what nobody tells; a wake-up never depends on it. An end
@@ -94,3 +97,10 @@ class Wait:
             return False
         self._warn_at = now + self._warn_after_s  # not the next of many, after a stop
         return True
+
+
+def check_open(lock: EndLock, name: str) -> None:
+    """Raise QueueClosed if the end was closed meanwhile."""
+    lock.check_not_forked()  # a signal handler may have forked meanwhile
+    if lock.is_closing:
+        raise QueueClosed(f"{name} was closed while it waited")

@@ -35,7 +35,7 @@ from shmcast import (
 from shmcast._ring import image_bytes
 from shmcast.arena import LEAST_BLOCK_BYTES, LEAST_SHARED_BYTES
 from shmcast.pickler import Pickler
-from shmcast.queue import QueueStats
+from shmcast.writer import QueueStats
 
 DTYPES = [
     torch.uint8,
@@ -556,5 +556,5 @@ def test_edges_of_a_block(receive: Literal["private", "copy"]) -> None:
                 queue.enqueue(new_message("0", "buffer", 2 * LEAST_SHARED_BYTES))  # it looks
                 reader.dequeue(PATIENCE_S)
                 assert 1 == queue.stats().blocks_in_use
-                queue._arena.reclaim()
+                queue._writer.arena.reclaim()
                 assert 0 == queue.stats().blocks_in_use

@@ -601,7 +601,7 @@ def test_lock_closed_by_the_readers_program(start_child: StartChild, bystander: 
 def test_closing_a_duplicate(start_child: StartChild, make_queue: MakeQueue) -> None:
     """One end's close keeps the locks of all other ends in its process."""
     queue, (first, second) = make_queue(n_readers=2, n_chunks=4, chunk_bytes=4096)
-    lock_file = queue._lock_file
+    lock_file = queue._writer._lock_file
     first.close()
     probe = start_child(report_locks, os.getpid(), lock_file.descriptor, method="spawn")
     assert [True, False, True] == probe.receive()

@@ -1440,7 +1440,7 @@ def test_enqueue_is_interrupted_anywhere(
 ) -> None:
     """Wherever `enqueue` is interrupted, the tensor was published and is private, or neither."""
     # So that every enqueue has the same points.
-    monkeypatch.setattr(shmcast.queue, "_LOOK_PAUSE_NS", 10**15)
+    monkeypatch.setattr(shmcast.writer, "_LOOK_PAUSE_NS", 10**15)
     queue, (reader,) = make_queue(**{**SETTINGS, "arena_bytes": 3 * THRESHOLD})
     n_published = 0
     for number in itertools.count(1):

@@ -208,8 +208,8 @@ def test_the_reason_lies_in_the_memory() -> None:
 def test_a_length_out_of_range(make_queue: MakeQueue) -> None:
     """A damaged length of the text leads nobody out of it."""
     queue, (reader,) = make_queue()
-    data = memoryview(queue._segment.data).cast("Q")  # type: ignore[arg-type]
-    data[queue._segment.layout.failure_offset // 8] = 2**64 - 1
+    data = memoryview(queue._writer.segment.data).cast("Q")  # type: ignore[arg-type]
+    data[queue._writer.segment.layout.failure_offset // 8] = 2**64 - 1
     assert isinstance(reader._ring, RingReader)
     failure = reader._ring.failure
     assert failure is not None
@@ -222,7 +222,7 @@ def test_a_text_that_does_not_fit_is_refused(make_queue: MakeQueue, text: str) -
     """The ring takes no text that its place in the memory has no room for."""
     queue, (reader,) = make_queue()
     with pytest.raises(ValueError, match="a failure of"):
-        queue._ring.say_failed(text)
+        queue._writer.ring.say_failed(text)
     assert isinstance(reader._ring, RingReader)
     assert reader._ring.failure is None
 
@@ -548,7 +548,7 @@ def test_no_room_to_attach(start_child: StartChild, kind: int, most: int, expect
         child.join()
         with MessageQueue.create_from_handle(queue.export_handle(), 0) as reader:
             queue.wait_until_ready(PATIENCE_S)
-            assert {} == queue._control.failed_attempts
+            assert {} == queue._writer.control.failed_attempts
             assert 1 == reader.dequeue(PATIENCE_S)
 
 
@@ -571,7 +571,7 @@ def test_no_room_for_descriptors(
             queue.wait_until_ready(0)
         assert "can't attach: shmcast.errors.ShmcastError: rank 0 has no room" in caplog.text
         with MessageQueue.create_from_handle(queue.export_handle(), 0) as again:
-            queue._step()
+            queue._writer.survey()
             again._step()
             queue.wait_until_ready(PATIENCE_S)
 
@@ -581,7 +581,7 @@ def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader of another version tells the writer so before it goes."""
     with MessageQueue(QueueConfig()) as queue:
         reader = MessageQueue.create_from_handle(queue.export_handle(), 0)
-        queue._step()
+        queue._writer.survey()
         monkeypatch.setattr(layout_module, "_VERSION", 99)
         with pytest.raises(ShmcastError, match="this version of shmcast reads 99"), reader:
             reader.wait_until_ready(PATIENCE_S)
@@ -828,7 +828,7 @@ def test_the_reason_comes_before_the_mark(
 
             return stepped
 
-    monkeypatch.setattr(queue, "_ring", Ring(queue._ring))
+    monkeypatch.setattr(queue._writer, "ring", Ring(queue._writer.ring))
     queue.close(error="no disk")
     states = list(zip(seen[::2], seen[1::2], strict=True))
     assert ("closed", "no disk") in states

@@ -32,6 +32,7 @@ from shmcast import (
     QueueNotReady,
     ShmcastError,
 )
+from shmcast.writer import Writer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 
@@ -312,7 +313,7 @@ def test_child_attaches_to_the_same_queue() -> None:
         MessageQueue.create_from_handle(queue.export_handle(), 0) as reader,
     ):
         handle = queue.export_handle()
-        locks = queue._lock_file.descriptor
+        locks = queue._writer._lock_file.descriptor
 
         def receive() -> list[Any]:
             with MessageQueue.create_from_handle(handle, 1) as mine:
@@ -721,7 +722,7 @@ def test_fork_in_a_signal_handler(wait: str, monkeypatch: pytest.MonkeyPatch) ->
             queue = ends.enter_context(MessageQueue(config))
             handle = queue.export_handle()
             if wait == "reader's start":
-                monkeypatch.setattr(MessageQueue, "_step", lambda _: 0.0)  # no answer
+                monkeypatch.setattr(Writer, "survey", lambda _: 0.0)  # no answer
             reader = ends.enter_context(MessageQueue.create_from_handle(handle, 0))
             if wait in ("dequeue", "enqueue"):
                 other = ends.enter_context(MessageQueue.create_from_handle(handle, 1))
@@ -783,7 +784,7 @@ def have_ends_and_fork(pipe: Connection, case: str, path: str) -> None:
             while True:
                 queue.enqueue(bytes(LARGE_BYTES), 0)
         threading.Thread(target=queue.enqueue, args=(bytes(LARGE_BYTES),), daemon=True).start()
-        while queue._file is None:
+        while queue._writer._file is None:
             time.sleep(0.001)
     if os.fork() == 0:
         pipe.send(os.getpid())

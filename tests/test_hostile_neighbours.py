@@ -224,7 +224,7 @@ def use_while_scribbled(pipe: Connection, n_rounds: int) -> None:
             queue.wait_until_ready(PATIENCE_S)
             for reader in readers:
                 reader.wait_until_ready(PATIENCE_S)
-            pipe.send(f"/proc/{os.getpid()}/fd/{queue._segment.control_descriptor}")
+            pipe.send(f"/proc/{os.getpid()}/fd/{queue._writer.segment.control_descriptor}")
             threads = [threading.Thread(target=read, args=(reader, counts)) for reader in readers]
             for thread in threads:
                 thread.start()

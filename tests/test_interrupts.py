@@ -25,7 +25,7 @@ import torch
 from conftest import PATIENCE_S, MakeQueue, tracing, wait_for_remote_ends
 
 import shmcast
-import shmcast.queue as queue_module
+import shmcast.writer as writer_module
 from shmcast import (
     MessageQueue,
     MessageReader,
@@ -306,7 +306,7 @@ def test_enqueue_interrupted_at_every_point(
 ) -> None:
     """Wherever an enqueue is cut off, its message arrives whole or not, and no block is lost."""
     # So that every enqueue has the same points.
-    monkeypatch.setattr(queue_module, "_LOOK_PAUSE_NS", look_pause_ns)
+    monkeypatch.setattr(writer_module, "_LOOK_PAUSE_NS", look_pause_ns)
     case = CASES[name]
     queue, reader = ends_of(make_queue, case)
     queue.enqueue(case.new(queue, 0))
@@ -333,7 +333,7 @@ def test_enqueue_interrupted_at_every_point(
 def test_interrupted_twice(make_queue: MakeQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     """A handler that raises again while the enqueue that it cut off clears up loses no block."""
     queue, reader = ends_of(make_queue, CASES["block"])
-    assign = queue._arena.assign
+    assign = queue._writer.arena.assign
 
     def assign_and_raise(*arguments: Any) -> None:
         assign(*arguments)
@@ -343,8 +343,8 @@ def test_interrupted_twice(make_queue: MakeQueue, monkeypatch: pytest.MonkeyPatc
         raise Interrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(queue._arena, "assign", assign_and_raise)
-        patch.setattr(queue._arena, "settle", interrupt)
+        patch.setattr(queue._writer.arena, "assign", assign_and_raise)
+        patch.setattr(queue._writer.arena, "settle", interrupt)
         with pytest.raises(Interrupt):
             queue.enqueue(buffers(80_000)(queue, 1))
     assert [] == drained(reader)
@@ -502,8 +502,9 @@ def test_failing_close_interrupted_at_every_point(is_writer: bool) -> None:
                     reader.dequeue(0)
             else:
                 with queue._lock:  # which the door thread may have before, and then has taken note
-                    if queue._ring.has_left(0):
-                        assert "no disk" == queue._control.failure_of(queue._control.holders[0])
+                    writer = queue._writer
+                    if writer.ring.has_left(0):
+                        assert "no disk" == writer.control.failure_of(writer.control.holders[0])
             first.close(error="no disk")
             notice = functools.partial(reader.dequeue if is_writer else queue.enqueue, timeout=0)
             time.sleep(0.011)  # from then on an enqueue looks around

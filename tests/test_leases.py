@@ -1331,7 +1331,7 @@ def test_steady_state(make_queue: MakeQueue) -> None:
     queue, readers = make_queue(n_readers=2, **{**SMALL, "arena_bytes": 256 * MIB})
     kept = [collections.deque[torch.Tensor](maxlen=k) for k in (3, 8)]
     source = torch.zeros(16 * MIB, dtype=torch.uint8)
-    descriptor = queue._segment.data_descriptor
+    descriptor = queue._writer.segment.data_descriptor
     early = late = (0, 0, 0, 0)
     for number in range(1000):
         n_bytes = 15 * MIB + number * 7919 % MIB

@@ -30,6 +30,7 @@ import shmcast
 import shmcast.control as control_module
 import shmcast.queue as queue_module
 import shmcast.segment as segment_module
+import shmcast.writer as writer_module
 from shmcast import (
     AuthenticationError,
     Handle,
@@ -469,7 +470,7 @@ def test_unsealed_message(make_queue: MakeQueue, monkeypatch: pytest.MonkeyPatch
             return file
 
         with monkeypatch.context() as patch:
-            patch.setattr(queue_module, "new_frozen_file", new_unsealed_file)
+            patch.setattr(writer_module, "new_frozen_file", new_unsealed_file)
             queue.enqueue(bytes(LARGE_BYTES))
         with pytest.raises(ProtocolError, match="not sealed"):
             reader.dequeue(PATIENCE_S)
@@ -488,7 +489,7 @@ def test_frozen_garbage(
         return real([(0, b"\xff" * size_bytes)], size_bytes)
 
     with monkeypatch.context() as patch:
-        patch.setattr(queue_module, "new_frozen_file", new_garbage)
+        patch.setattr(writer_module, "new_frozen_file", new_garbage)
         queue.enqueue(bytes(LARGE_BYTES))
     with pytest.raises(ProtocolError, match="damaged"):
         reader.dequeue(PATIENCE_S)
@@ -505,9 +506,9 @@ def test_scribbled_cursor(make_queue: MakeQueue, value: int) -> None:
     for number in range(2):
         queue.enqueue(number)
         assert number == second.dequeue(PATIENCE_S)
-    layout = queue._segment.layout
+    layout = queue._writer.segment.layout
     offset = layout.rank_offset(0) + layout.cursor_in_rank
-    scribble(queue._segment.control_descriptor, offset, value)
+    scribble(queue._writer.segment.control_descriptor, offset, value)
     with pytest.raises(ProtocolError, match=rf"rank 0 \(pid {os.getpid()}\) .*out of range"):
         queue.enqueue("lost", PATIENCE_S)
     use(queue, [second])
@@ -529,8 +530,8 @@ def test_scribbled_cursor_is_evicted(
     )
     queue.enqueue(0)
     assert 0 == second.dequeue(PATIENCE_S)
-    layout = queue._segment.layout
-    scribble(queue._segment.control_descriptor, layout.rank_offset(0), 2**40)
+    layout = queue._writer.segment.layout
+    scribble(queue._writer.segment.control_descriptor, layout.rank_offset(0), 2**40)
     with caplog.at_level(logging.WARNING, "shmcast"):
         queue.enqueue("arrives", PATIENCE_S)
     assert "rank 0" in caplog.text
@@ -547,8 +548,8 @@ def test_scribbled_given_up_word(make_queue: MakeQueue, value: int) -> None:
     content = bytes(LARGE_BYTES)
     queue.enqueue(pickle.PickleBuffer(bytearray(content)))
     kept = reader.dequeue(PATIENCE_S)
-    layout = queue._segment.layout
-    control = queue._segment.control_descriptor
+    layout = queue._writer.segment.layout
+    control = queue._writer.segment.control_descriptor
     for slot in range(layout.n_slots):
         scribble(control, layout.rank_given_up_offset(0) + 8 * slot, value)
     scribble(control, layout.rank_offset(0) + layout.given_ups_in_rank, value)
@@ -561,8 +562,8 @@ def test_scribbled_given_up_word(make_queue: MakeQueue, value: int) -> None:
 def test_everything_scribbled(make_queue: MakeQueue) -> None:
     """A reader that fills the whole control file with ones makes no call crash or hang."""
     queue, (first, second) = make_queue(n_readers=2, n_chunks=2, chunk_bytes=4096)
-    size_bytes = queue._segment.layout.control_bytes
-    os.pwrite(queue._segment.control_descriptor, b"\xff" * size_bytes, 0)
+    size_bytes = queue._writer.segment.layout.control_bytes
+    os.pwrite(queue._writer.segment.control_descriptor, b"\xff" * size_bytes, 0)
     outcomes = []
     for _ in range(4):
         try:
@@ -590,7 +591,8 @@ def test_readers_cannot_write_what_others_read(
     monkeypatch.setattr(segment_module.Segment, "attach", keep_and_attach)
     queue, readers = make_queue(n_chunks=2, chunk_bytes=4096)
     (file,) = received
-    for offset in (0, queue._segment.layout.chunks_offset, queue._segment.layout.arena_offset):
+    layout = queue._writer.segment.layout
+    for offset in (0, layout.chunks_offset, layout.arena_offset):
         with pytest.raises(PermissionError):
             os.pwrite(file, b"x", offset)
         with pytest.raises(PermissionError):
@@ -693,7 +695,7 @@ def test_reader_attaches_without_descriptors() -> None:
         MessageQueue(QueueConfig(n_chunks=4, chunk_bytes=4096)) as queue,
         MessageQueue.create_from_handle(queue.export_handle(), 0) as reader,
     ):
-        queue._step()  # it offers the segment, without a step of its reader here
+        queue._writer.survey()  # it offers the segment, without a step of its reader here
         with no_more_descriptors(), pytest.raises(ShmcastError, match="RLIMIT_NOFILE"):
             reader.wait_until_ready(PATIENCE_S)
 

@@ -37,7 +37,8 @@ from shmcast import (
 from shmcast import (
     queue as queue_module,
 )
-from shmcast.queue import _Relay, _relay_handle, _Relayed
+from shmcast.queue import _Relayed
+from shmcast.relay import Relay, relay_handle
 from shmcast.remote import RingSizes
 from shmcast.remote.loop import Link
 from shmcast.remote.reader_link import ReaderLink
@@ -47,8 +48,8 @@ MIB = 1 << 20
 
 def relays_to(queue: MessageQueue) -> dict[int, int]:
     """Which rank relays to which, as the writer sees it."""
-    assert queue._remote is not None
-    peers = dict(queue._remote.holders)
+    assert queue._writer.remote is not None
+    peers = dict(queue._writer.remote.holders)
     connections = {rank: peer.connection for rank, peer in peers.items()}
     return {
         rank: connection.via.rank
@@ -277,7 +278,7 @@ def test_the_relay_is_killed(start_child: StartChild) -> None:
 
 def has_relay(queue: MessageQueue) -> bool:
     """Whether a reader of this host has become the relay, which it does in its first wait."""
-    name = _relay_handle(queue.export_handle()).local_address
+    name = relay_handle(queue.export_handle()).local_address
     return f"@{name}\n" in Path("/proc/net/unix").read_text()
 
 
@@ -285,7 +286,7 @@ def is_missing(queue: MessageQueue, rank: int) -> bool:
     """Whether the rank is missing after the writer has looked."""
     with contextlib.suppress(queue_module.QueueNotReady):
         queue.wait_until_ready(0.01)
-    return rank in queue._missing_ranks()
+    return rank in queue._writer.roster.missing_ranks
 
 
 def test_the_writer_is_killed(start_child: StartChild) -> None:
@@ -345,9 +346,9 @@ def test_who_is_evicted_resumes(host: Host) -> None:
     assert_is(0, reader.dequeue(PATIENCE_S))
     assert relay._remote is not None
     ring = relay._remote.link._relay
-    assert isinstance(ring, _Relay)
+    assert isinstance(ring, Relay)
     with ring._lock:
-        ring._evict(1)
+        ring._writer.roster.evict(1)
     for number in range(1, 5):
         queue.enqueue(message_of(number))
         assert_is(number, reader.dequeue(PATIENCE_S))
@@ -358,9 +359,9 @@ def test_who_is_evicted_resumes(host: Host) -> None:
 def test_a_ring_that_is_ahead() -> None:
     """What is in the ring waits until what comes before it has come from the writer."""
     with new_queue(2) as queue:
-        handle = _relay_handle(queue.export_handle())
+        handle = relay_handle(queue.export_handle())
         sizes = RingSizes(n_chunks=4, chunk_bytes=4096, arena_bytes=0)
-        with contextlib.closing(_Relay(handle, sizes, 7)) as ring:
+        with contextlib.closing(Relay(handle, sizes, 7)) as ring:
             ring.pass_on(3, b"nobody is there", [])
             with MessageReader(handle, 1) as reader:
                 while not reader._step():
@@ -424,7 +425,7 @@ def test_a_relay_that_closes_just_after_a_look(monkeypatch: pytest.MonkeyPatch) 
         link = reader._remote.link
         wait_for(lambda: link._relay is not None, "it does not become the relay")
         ring = link._relay
-        assert isinstance(ring, _Relay)
+        assert isinstance(ring, Relay)
         monkeypatch.setattr(ReaderLink, "_tend_relay", tend_and_close)
         queue.close()
         wait_for(lambda: link.is_done, "it does not end")
@@ -452,7 +453,7 @@ def test_a_silent_squatter(host: Host) -> None:
     """Who sits on the name of the relay and says nothing keeps nobody from its messages."""
     with new_queue(1) as queue, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as squatter:
         handle = queue.export_handle()
-        squatter.bind("\0" + _relay_handle(handle).local_address)
+        squatter.bind("\0" + relay_handle(handle).local_address)
         squatter.listen()
         with MessageReader(handle, 0) as reader:
             reader.wait_until_ready(PATIENCE_S)
@@ -468,7 +469,7 @@ def test_another_user_s_squatter() -> None:
     """A ring on the relay's name that is another user's is not taken from."""
     with new_queue(1) as queue:
         handle = queue.export_handle()
-        name = _relay_handle(handle).local_address
+        name = relay_handle(handle).local_address
         program = (
             "import os, socket; os.setuid(65534); one = socket.socket(socket.AF_UNIX, "
             f"socket.SOCK_SEQPACKET); one.bind('\\0{name}'); one.listen(); "
@@ -502,7 +503,7 @@ def test_nothing_is_left() -> None:
             queue.enqueue(message_of(0))
             for reader in readers:
                 assert_is(0, reader.dequeue(PATIENCE_S))
-        return _relay_handle(handle).local_address
+        return relay_handle(handle).local_address
 
     def is_over(name: str, most_descriptors: float) -> bool:
         gc.collect()

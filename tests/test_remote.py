@@ -69,8 +69,8 @@ SECURITIES = ["curve", "none"]
 
 def has_left(queue: MessageQueue, rank: int) -> bool:
     """Whether the writer has heard that the rank's reader left, or has even let it go."""
-    assert queue._remote is not None
-    return queue._ring.has_left(rank) or rank not in queue._remote.holders
+    assert queue._writer.remote is not None
+    return queue._writer.ring.has_left(rank) or rank not in queue._writer.remote.holders
 
 
 def wait_for(condition: Callable[[], object], what: str) -> None:
@@ -753,11 +753,11 @@ def test_lost_reader_cannot_come_back(behind_proxy: BehindProxy, quick_loss: flo
         with MessageReader(handle, 0) as reader:
             queue.wait_until_ready(PATIENCE_S)
             reader.wait_until_ready(PATIENCE_S)
-            assert queue._remote is not None
-            peer = queue._remote.holders[0]
-            assert not queue._remote.is_dead(peer)
+            assert queue._writer.remote is not None
+            peer = queue._writer.remote.holders[0]
+            assert not queue._writer.remote.is_dead(peer)
             proxy.close()
-            wait_for(lambda: queue._remote.is_dead(peer), "it was not found lost")  # type: ignore[union-attr]  # asserted above
+            wait_for(lambda: queue._writer.remote.is_dead(peer), "it was not found lost")  # type: ignore[union-attr]  # asserted above
             with bare_reader(queue.export_handle()) as bare:
                 bare.send(frame(Kind.RESUME, peer.session, 0, handle.token.encode()))
                 receive(bare, Kind.EVICTION)
@@ -791,8 +791,8 @@ def test_second_hello_over_a_connection() -> None:
             for _ in range(2):
                 queue.enqueue(bytes(1 << 20))
                 receive(bare, Kind.MESSAGE)
-            assert queue._remote is not None
-            peer = queue._remote.holders[0]
+            assert queue._writer.remote is not None
+            peer = queue._writer.remote.holders[0]
             bare.send(hello)
             for _ in range(2):
                 receive(bare, Kind.MESSAGE)
@@ -857,8 +857,8 @@ def test_message_that_is_sent_again_is_taken_once() -> None:
 def test_reader_that_leaves_while_it_is_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that closes just before it is admitted is not waited for."""
     with new_queue(n_chunks=1) as queue:
-        assert queue._remote is not None
-        link, admit = queue._remote, queue._remote._admit
+        assert queue._writer.remote is not None
+        link, admit = queue._writer.remote, queue._writer.remote._admit
         reader = MessageReader(queue.export_handle(), 0)
 
         def leave_and_admit(rank: int, from_first: bool) -> int:
@@ -900,9 +900,9 @@ def test_evicted_reader_hears_of_it() -> None:
     with new_queue() as queue, MessageReader(queue.export_handle(), 0) as reader:
         queue.wait_until_ready(PATIENCE_S)
         reader.wait_until_ready(PATIENCE_S)
-        assert queue._remote is not None
+        assert queue._writer.remote is not None
         with queue._lock:
-            queue._remote.vacate(0)
+            queue._writer.remote.vacate(0)
         with pytest.raises(ProtocolError, match="rank 0 was evicted"):
             reader.dequeue(PATIENCE_S)
 
@@ -1076,7 +1076,7 @@ def test_message_between_publishing_and_handing_on(
 
     def publish(message: str) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(queue._remote, "publish", interrupt)
+            patch.setattr(queue._writer.remote, "publish", interrupt)
             with pytest.raises(Interrupt):
                 queue.enqueue(message)
 
@@ -1097,18 +1097,18 @@ def test_handed_on_twice(connect: Connect) -> None:
     queue, (reader,) = connect(chunk_bytes=4096, arena_bytes=0)
     queue.enqueue(bytes(1 << 20))
     reader.dequeue(PATIENCE_S)
-    assert queue._remote is not None
-    filed = queue._remote.link.filed
+    assert queue._writer.remote is not None
+    filed = queue._writer.remote.link.filed
     wait_for(lambda: not filed, "the message was not released")
-    queue._remote.publish(0, memoryview(b""), [], 1 << 20)
+    queue._writer.remote.publish(0, memoryview(b""), [], 1 << 20)
     wait_for(lambda: not filed, "its bytes stay counted")
 
 
 def test_failing_end_hurts_no_other(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """An end whose I/O fails, and whose closing fails too, disturbs no other end."""
     (queue, (reader,)), (_, (failing,)) = connect(), connect()
-    assert failing._remote is not None
-    link = failing._remote.link
+    assert failing._writer.remote is not None
+    link = failing._writer.remote.link
     abort = link.abort
 
     def abort_and_fail(error: str) -> None:
@@ -1196,9 +1196,9 @@ def is_open(pipe: Connection, descriptor: int) -> None:
 def test_forked_child_keeps_other_connections(connect: Connect, start_child: StartChild) -> None:
     """A connection that is not ours stays open in a child, though its peer's port is ours."""
     queue, _ = connect()
-    assert queue._remote is not None
+    assert queue._writer.remote is not None
     with (
-        socket.create_server(("127.0.0.2", queue._remote.port)) as listener,
+        socket.create_server(("127.0.0.2", queue._writer.remote.port)) as listener,
         socket.create_connection(listener.getsockname()) as connection,
     ):
         child = start_child(is_open, connection.fileno(), method="fork")
@@ -1315,11 +1315,11 @@ def test_garbage_reaches_nobody(unpickled: list[object], security: str, kind: st
     """Connections that are silent or talk garbage disturb neither writer nor reader."""
     with new_queue(security=security) as queue:
         handle = queue.export_handle()
-        assert queue._remote is not None
+        assert queue._writer.remote is not None
         with contextlib.ExitStack() as connections:
             for _ in range(20):
                 connection = connections.enter_context(
-                    socket.create_connection(("127.0.0.1", queue._remote.port))
+                    socket.create_connection(("127.0.0.1", queue._writer.remote.port))
                 )
                 connection.sendall(garbage(kind))
             with pytest.raises(QueueNotReady):
@@ -1883,7 +1883,7 @@ def test_failure_of_a_reader(connect: Connect) -> None:
 def test_failure_of_a_writer_that_nobody_reads() -> None:
     """Who has not been admitted yet hears of the failure too."""
     with new_queue() as queue, MessageReader(queue.export_handle(), 0) as reader:
-        wait_for(lambda: queue._remote and queue._remote.link.claims, "no claim came")
+        wait_for(lambda: queue._writer.remote and queue._writer.remote.link.claims, "no claim came")
         queue.close(error="of no use")
         with pytest.raises(WriterFailed, match="of no use"):
             reader.wait_until_ready(PATIENCE_S)
@@ -1896,10 +1896,10 @@ def test_endless_message_of_a_stranger() -> None:
     """Without the token nobody fills the memory of a writer with security "none"."""
     with new_queue(security="none") as queue, contextlib.ExitStack() as undo:
         handle = queue.export_handle()
-        assert queue._remote is not None
+        assert queue._writer.remote is not None
         before = resident_bytes()
         stranger = undo.enter_context(
-            socket.create_connection(("127.0.0.1", queue._remote.port), PATIENCE_S)
+            socket.create_connection(("127.0.0.1", queue._writer.remote.port), PATIENCE_S)
         )
         stranger.sendall(garbage("frames"))
         with contextlib.suppress(OSError):

@@ -24,6 +24,7 @@ from shmcast import (
     QueueFull,
     QueueNotReady,
 )
+from shmcast.writer import Writer
 
 # The promise is 10 ms; a test asserts twenty times that.
 INTERRUPTED_S = 20 * 0.010
@@ -78,9 +79,9 @@ def situation(wait: str) -> Iterator[Situation]:
 
         is_unanswered = wait in ("reader's wait_until_ready", "dequeue before the handshake")
         if is_unanswered:  # from before there is a claim
-            answer = MessageQueue._step
-            ends.callback(setattr, MessageQueue, "_step", answer)
-            MessageQueue._step = lambda _: 0.0  # type: ignore[method-assign]  # it is busy
+            answer = Writer.survey
+            ends.callback(setattr, Writer, "survey", answer)
+            Writer.survey = lambda _: 0.0  # type: ignore[method-assign]  # it is busy
         attach(0)
         if wait == "writer's wait_until_ready":
 
@@ -94,7 +95,7 @@ def situation(wait: str) -> Iterator[Situation]:
         if is_unanswered:
 
             def answer_again() -> None:
-                MessageQueue._step = answer  # type: ignore[method-assign]
+                Writer.survey = answer  # type: ignore[method-assign]
                 use()
 
             is_dequeue = wait.startswith("dequeue")

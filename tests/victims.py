@@ -168,7 +168,7 @@ def wait_until_ready(queue: MessageQueue) -> None:
 def attach(queue: MessageQueue, reader: MessageReader) -> None:
     """Take the steps of both ends of a handshake."""
     while not reader._step():
-        queue._survey()
+        queue._writer.survey()
         queue._evict_lost()
 
 
@@ -202,7 +202,8 @@ class WriterScenario:
         self.victims_pipe.send(queue.export_handle())
         wait_until_ready(queue)
         queue.enqueue(message(0, in_block=self.in_block))
-        queue._ring.look_again_in(NEVER_NS)  # what it does between messages is not traced here
+        # What it does between messages is not traced here.
+        queue._writer.ring.look_again_in(NEVER_NS)
         pause()
         queue.enqueue(message(1, in_block=self.in_block))
         pause()
@@ -237,7 +238,7 @@ class ReaderScenario:
             wait_until_ready(self.queue)
             self.publish(2, [self.other])
         victim.wait()
-        self.given_ups = self.queue._ring.given_ups
+        self.given_ups = self.queue._writer.ring.given_ups
         return victim
 
     def read(self) -> None:
@@ -276,8 +277,8 @@ class ReaderScenario:
         """Whether the writer sees that it was done; then that everybody goes on."""
         outcome = {
             "take": 1 - self.queue.stats().lag[0],
-            "give up": self.queue._ring.given_ups - self.given_ups,
-            "leave": int(self.queue._ring.has_left(0)),
+            "give up": self.queue._writer.ring.given_ups - self.given_ups,
+            "leave": int(self.queue._writer.ring.has_left(0)),
         }
         with MessageQueue.create_from_handle(self.handle, 0) as again:
             attach(self.queue, again)

@@ -10,13 +10,13 @@ import struct
 import sys
 from pickle import PickleBuffer
 
-import shmcast.queue
 import shmcast.segment
+import shmcast.writer
 from shmcast import Handle, MessageQueue, MessageReader, QueueConfig, ShmcastError
 from shmcast.layout import WORD_BYTES, Layout
 
 # Asked for every queue, which takes most of its time.
-shmcast.queue.cpus_available = lambda: 2.0  # type: ignore[attr-defined]
+shmcast.writer.cpus_available = lambda: 2.0  # type: ignore[attr-defined]
 shmcast.segment.memory_available_bytes = lambda: sys.maxsize
 
 CONFIG = QueueConfig(
@@ -59,7 +59,7 @@ def one_input(data: bytes) -> None:
         queue.wait_until_ready(10)
         for reader in readers:
             reader.wait_until_ready(10)
-        control = memoryview(queue._segment.control)  # type: ignore[arg-type]  # None after close
+        control = memoryview(queue._writer.segment.control)  # type: ignore[arg-type]  # None after close
         kept: list[object] = []
         strangers = ends.enter_context(contextlib.ExitStack())
         for action, place, word in STEP.iter_unpack(data[: len(data) // STEP.size * STEP.size]):

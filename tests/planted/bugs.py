@@ -62,25 +62,25 @@ BUGS: Final = (
     ),
     Bug(
         "file sent after its message was published",
-        "queue.py",
+        "writer.py",
         """
-        if not self._control.send_file(self._nonce, self._file, message.sent):
+        if not self.control.send_file(self._nonce, self._file, message.sent):
             return False
         # Let go of first: whoever is interrupted must not close it twice.
         file, self._file = self._file, None
-        if self._remote is not None:
+        if self.remote is not None:
             self._images[ring.messages] = map_file(file, message.image_bytes, writable=False)
-        self._control.keep_file(self._nonce, file)
+        self.control.keep_file(self._nonce, file)
         ring.publish_file(self._nonce, stream, buffers)
 """,
         """
         ring.publish_file(self._nonce, stream, buffers)
-        if not self._control.send_file(self._nonce, self._file, message.sent):
+        if not self.control.send_file(self._nonce, self._file, message.sent):
             return False
         file, self._file = self._file, None
-        if self._remote is not None:
+        if self.remote is not None:
             self._images[ring.messages] = map_file(file, message.image_bytes, writable=False)
-        self._control.keep_file(self._nonce, file)
+        self.control.keep_file(self._nonce, file)
 """,
         ("test_queue.py::test_timeout_between_the_files_of_two_readers",),
     ),
@@ -274,9 +274,9 @@ BUGS: Final = (
     # --- death ---
     Bug(
         "dead reader not evicted",
-        "queue.py",
+        "roster.py",
         """
-                is_dead = control.is_dead(holder)
+                is_dead = door.is_dead(member)
 """,
         """
                 is_dead = False
