@@ -2,73 +2,46 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import logging
 import math
 import operator
-import os
 import secrets
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import attrs
 
 from shmcast._ring import (
     EndLock,
-    Mapping,
-    RingReader,
-    new_bytearray,
-    read_image,
 )
 from shmcast.arena import LEAST_BLOCK_BYTES
+from shmcast.attachment import Attachment, Source
 from shmcast.config import QueueConfig
-from shmcast.control import (
-    ReaderControl,
-    failure_text,
-    is_foreign,
-    named,
-)
 from shmcast.door import Watch, say
 from shmcast.ends import Exit, QueueEnd
 from shmcast.errors import (
     ConfigError,
-    ProtocolError,
     QueueClosed,
     QueueEmpty,
     QueueFull,
     QueueNotReady,
-    ShmcastError,
-    WriterFailed,
-    WriterLost,
 )
 from shmcast.handle import TOKEN_BYTES, Handle
 from shmcast.pickler import Pickler, checked_loads, loads, rebuild_tensor
-from shmcast.relay import NUMBER_BYTES, Relay, relay_handle
+from shmcast.relay import RemoteAttachment
 from shmcast.roster import ranks_text
-from shmcast.segment import (
-    FROZEN,
-    Segment,
-    seals_of,
-)
 from shmcast.waiting import Wait, check_open, deadline_of
-from shmcast.writer import QueueStats, Writer, spin_ns_of
+from shmcast.writer import QueueStats, Writer
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
     # zmq is imported only where there are remote readers.
-    from shmcast.remote import Arrived, RemoteReader, RemoteRing
 
 __all__ = ["MessageQueue", "MessageReader", "ReaderStats"]
 
 _log = logging.getLogger("shmcast.queue")
-
-_JOIN_S: Final = 0.2  # how long a relay's answer is waited for
-_JOIN_PAUSE_S: Final = 1.0
-_MOST_COPIED_BYTES: Final = 1024**2  # a larger buffer is not copied out of a message's file
 
 
 @attrs.frozen
@@ -454,47 +427,25 @@ class MessageReader(QueueEnd):
             raise TypeError(f"allow = {allow!r} is not allowed; allowed is a sequence of names")
         self._rank = operator.index(rank)
         self._address = handle.local_address
-        self._fallbacks = 0
-        # Why it can never be admitted: the error's class and arguments.
-        self._failure: tuple[type[Exception], tuple[Any, ...]] | None = None
-        self._take: Callable[[], Any] = _nothing  # the ring's, once admitted
         self._loads = loads
-        self._warn_after_s = QueueConfig().warn_after_s
-        self._spin_ns = 0
-        self._control: ReaderControl | RemoteReader
-        self._ring: RingReader | RemoteRing
-        self._remote: RemoteReader | None = None  # `_control`, if that is one
-        self._handle = handle
-        self._candidate: MessageReader | None = None  # of a relay that has not answered yet
-        self._join_at = 0.0  # when a remote reader looks for its host's relay
-        self._is_attached = False
+        self._take: Callable[[], Any] = _nothing  # the ring's, once admitted
+        self._release: Callable[[], object] = _nothing
         self._is_told = False  # whether the door thread watches the writer's process
         self._watch = Watch(self)
         Exit.expect()
+        self._source: Source
         if self._rank in handle.local_reader_ranks:
-            self._control = ReaderControl.connect(self._address, handle.token, self._rank)
+            self._source = Attachment(self._address, handle.token, self._rank)
         else:
-            self._connect_to(handle, allow)
+            if not handle.curve_keys:  # nobody vouches for what comes
+                self._loads = checked_loads(allow)
+            self._source = RemoteAttachment(handle, self._rank)
         self._lock = EndLock("reader", self._watch.is_free)
-        if isinstance(self._control, ReaderControl):
-            try:
-                self._watch.watch(self._control.descriptor)
-            except BaseException:
-                self.close()
-                raise
-
-    def _connect_to(self, handle: Handle, allow: Iterable[str]) -> None:
-        from shmcast.remote import CurveKeys, RemoteReader
-
-        assert handle.endpoint is not None  # else there is no such rank
-        keys = CurveKeys(*handle.curve_keys) if handle.curve_keys else None
-        if keys is None:  # nobody vouches for what comes
-            self._loads = checked_loads(allow)
-        self._control = self._remote = remote = RemoteReader(
-            endpoint=handle.endpoint, keys=keys, token=handle.token, rank=self._rank
-        )
-        self._ring = remote.ring
-        self._take = remote.ring.try_take  # nothing, until this reader is admitted
+        try:
+            self._watch.watch(*self._source.watched)
+        except BaseException:
+            self.close()
+            raise
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
@@ -580,7 +531,7 @@ class MessageReader(QueueEnd):
             try:
                 message = self.dequeue()
             except QueueClosed:
-                if self.closed or not self._control.is_admitted:
+                if self.closed or not self._source.is_attached:
                     raise
                 return
             yield message
@@ -594,9 +545,10 @@ class MessageReader(QueueEnd):
             QueueClosed: this end is closed.
         """
         self._lock.check_not_forked()
-        if self.closed:
+        source: Source | None = self.__dict__.get("_source")
+        if source is None or self.closed:
             raise QueueClosed("this reader is closed")
-        ring = getattr(self, "_ring", None)
+        ring = source.ring
         return ReaderStats(
             messages=ring.messages if ring else 0,
             bytes=ring.bytes if ring else 0,
@@ -605,7 +557,7 @@ class MessageReader(QueueEnd):
             waits=ring.waits if ring else 0,
             wait_s=ring.wait_s if ring else 0.0,
             lag=ring.lag if ring else 0,
-            fallbacks=self._fallbacks,
+            fallbacks=source.fallbacks,
         )
 
     def _load(self, taken: Any) -> Any:
@@ -613,18 +565,18 @@ class MessageReader(QueueEnd):
         try:
             if type(taken) is bytes:
                 return self._loads(taken)
-            if type(taken) is int:
-                return self._load_file(taken)
-            stream, buffers = taken
+            stream, buffers = self._source.parts_of_file(taken) if type(taken) is int else taken
             return self._loads(stream, buffers=buffers)
         except Exception as error:
             self._add_notes(error)
             raise
         finally:
-            self._ring.release()
+            self._release()
 
     def _add_notes(self, error: Exception) -> None:
-        error.add_note(f"while loading message {self._ring.next_sequence} of {self!r}")
+        ring = self._source.ring
+        assert ring is not None  # the message was in it
+        error.add_note(f"while loading message {ring.next_sequence} of {self!r}")
         if isinstance(error, AttributeError | ImportError):
             error.add_note(
                 "A class is found by its module and name: what the writer's main program defines "
@@ -636,8 +588,9 @@ class MessageReader(QueueEnd):
             self._attach(deadline)
         except QueueNotReady as error:
             raise QueueEmpty(str(error)) from error
-        ring = self._ring
-        wait = Wait(deadline, self._warn_after_s, self._spin_ns)
+        source, ring = self._source, self._source.ring
+        assert ring is not None  # it is attached
+        wait = Wait(deadline, source.warn_after_s, source.spin_ns)
         while True:
             slice_s = wait.slice_s(is_told=self._is_told)
             is_nudged = slice_s > 0 and ring.wait(*wait.spin_and_sleep_ns(slice_s))
@@ -645,71 +598,21 @@ class MessageReader(QueueEnd):
             if taken is not None:
                 return taken
             check_open(self._lock, repr(self))
-            if ring.is_struck:
-                raise ProtocolError(
-                    f"rank {self._rank} was evicted: the writer does not wait for this reader "
-                    f"any more"
-                )
-            if ring.is_closing and not ring.lag:
-                self._check_not_failed(ring)
-                raise QueueClosed("the writer has closed, and everything was read")
+            source.check_not_over()
             if slice_s and not is_nudged and wait.has_just_begun:
                 continue
-            self._control.collect_files()
-            if self._remote is not None:
-                self._leave_relay_that_is_over(self._remote)
-                self._find_relay(self._remote, deadline)
-            # Dead first, then the counter once more: what it published last is not lost.
-            is_dead = self._control.is_writer_dead()
-            if ring.lag or ring.is_closing:
+            if source.look(deadline):
                 continue
-            if is_dead:
-                self._check_not_failed(ring)
-                raise WriterLost(
-                    f"the writer ({named(self._control.writer_pid)}) died, and everything was read"
-                )
             if not slice_s:
                 raise QueueEmpty(f"no message came in {wait.elapsed_s:.3g} s")
             if wait.is_long():
                 self._say_wait(wait, f"for message {ring.next_sequence} of")
 
-    def _check_not_failed(self, ring: RingReader | RemoteRing) -> None:
-        if ring.failure is not None:
-            raise WriterFailed(
-                f"the writer ({named(self._control.writer_pid)}) failed, and everything that it "
-                f"published was read: {ring.failure}"
-            )
-
-    def _load_file(self, nonce: int) -> Any:
-        stream, buffers = self._parts_of_file(nonce)
-        return loads(stream, buffers=buffers)
-
-    def _parts_of_file(self, nonce: int) -> tuple[Any, list[Any]]:
-        assert isinstance(self._control, ReaderControl)  # no other reader takes files
-        assert isinstance(self._ring, RingReader)
-        file = self._control.take_file(nonce)
-        try:
-            if seals_of(file) & FROZEN != FROZEN:
-                raise ProtocolError("the file of a message is not sealed, so it may change")
-            image = _own_image(file, os.fstat(file).st_size)
-        finally:
-            os.close(file)
-        stream, buffers = read_image(image, self._ring.next_sequence)
-        self._ring.count_stream(len(stream))
-        for buffer in buffers:
-            self._ring.count_buffer(len(buffer))
-        self._fallbacks += 1
-        # A buffer that is kept keeps the whole file.
-        most_bytes = min(len(memoryview(image)) // 8, _MOST_COPIED_BYTES)
-        own = [buffer if len(buffer) > most_bytes else bytearray(buffer) for buffer in buffers]
-        return stream, own
-
     def _attach(self, deadline: float) -> None:
         """Go through the handshake, if that is not done; raises QueueNotReady if time is up."""
         if not self._step():
             self._wait_for_admission(deadline)
-        if self._remote is not None:
-            self._find_relay(self._remote, deadline)
+        self._source.settle(deadline)
 
     def _wait_for_admission(self, deadline: float) -> None:
         wait = Wait(deadline, QueueConfig().warn_after_s)
@@ -719,10 +622,10 @@ class MessageReader(QueueEnd):
             if not slice_s:
                 raise QueueNotReady(
                     f"rank {self._rank} is not attached after {wait.elapsed_s:.3g} s: the writer "
-                    f"({named(self._control.writer_pid)}) has not answered: it may be stopped",
+                    f"({self._source.writer_name}) has not answered: it may be stopped",
                     (self._rank,),
                 )
-            self._control.wait(slice_s)
+            self._source.wait_for_step(slice_s)
             check_open(self._lock, repr(self))
             if wait.is_long():
                 self._say_wait(wait, "to attach to")
@@ -730,151 +633,56 @@ class MessageReader(QueueEnd):
     def _say_wait(self, wait: Wait, what_for: str) -> None:
         text = (
             f"reader @{self._address} rank {self._rank} has waited {wait.elapsed_s:.3g} s "
-            f"{what_for} the writer ({named(self._control.writer_pid)})"
+            f"{what_for} the writer ({self._source.writer_name})"
         )
         say(_log.warning, text)
 
     def _step_alone(self) -> float:
-        control = self._control
-        assert isinstance(control, ReaderControl)  # nothing else is watched
-        if not self._is_attached:
+        source = self._source
+        assert isinstance(source, Attachment)  # nothing else is watched
+        if not source.is_attached:
             self._step()
-            return math.inf if control.is_connected else 0.0
-        if control.has_writer_ended:  # which is told once
+            return math.inf if source.control.is_connected else 0.0
+        if source.control.has_writer_ended:  # which is told once
             self._watch.watch()
             self._is_told = False
-            self._nudge()
+            source.nudge()
         return math.inf
 
     def _step(self) -> bool:
         """Take the handshake as far as it goes without waiting; whether it is done."""
-        if not self._is_attached:
-            if not self._control.is_admitted:
-                self._try_step()
-            if self._control.is_admitted:
-                self._begin()
-        return self._is_attached
-
-    def _try_step(self) -> None:
-        if self._failure is not None:
-            error_class, arguments = self._failure
-            raise error_class(*arguments)
+        if self._take is not _nothing:
+            return True
+        source = self._source
         try:
-            self._take_frames()
-        except BaseException as error:
-            # Kept, since a step of this end may be taken by another one, or a frame is lost.
-            if isinstance(error, ShmcastError | OSError) and not is_foreign(error):
-                self._failure = type(error), error.args
-            else:
-                text = f"attaching rank {self._rank} was interrupted: make a new reader"
-                self._failure = ShmcastError, (text,)
-            self._control.say_failed(failure_text(error))
+            if not source.step():
+                return False
+        except BaseException:
             self._watch.watch()
             raise
-
-    def _take_frames(self) -> None:
-        self._control.step()
-        if self._control.offered is not None:
-            data, control = self._control.offered
-            self._control.offered = None
-            self._segment = Segment.attach(data, control)
-            self._ring = RingReader(self._segment, self._rank, self._control.epoch)
-            layout = self._segment.layout
-            self._warn_after_s = layout.warn_after_s
-            if layout.n_slots and layout.receive == "private":
-                self._lease_blocks()
-            self._segment.close_descriptors()  # what is mapped stays mapped
-            self._spin_ns = spin_ns_of(layout.spin_us, layout.n_readers)
-            self._control.confirm()
-            self._control.step()
-
-    def _begin(self) -> None:
-        assert self._control.start is not None
-        self._ring.begin(self._control.start)
-        self._take = self._ring.try_take
-        if isinstance(self._control, ReaderControl) and self._control.writer_pidfd is not None:
-            self._watch.watch(self._control.writer_pidfd)
-            self._is_told = True
-        else:
-            self._watch.watch()
-        self._is_attached = True
-
-    def _leave_relay_that_is_over(self, remote: RemoteReader) -> None:
-        relayed = remote.ring.relayed
-        if relayed is not None and relayed.is_over():
-            self._join_at = 0.0
-            remote.take_from(None)
-            relayed.close()
-
-    def _find_relay(self, remote: RemoteReader, deadline: float) -> None:
-        """Look for the relay of this host, or become it."""
-        now = time.monotonic()
-        if now < self._join_at or remote.is_relay or remote.ring.relayed is not None:
-            return
-        self._join_at = now + _JOIN_PAUSE_S
-        try:
-            self._join(remote, deadline)
-        except (ShmcastError, OSError) as error:
-            if is_foreign(error):
-                raise
-            self._candidate = None
-            _log.info("rank %d takes its messages from the writer itself: %s", self._rank, error)
-
-    def _join(self, remote: RemoteReader, deadline: float) -> None:
-        is_new = self._candidate is None
-        if is_new:
-            self._candidate = self._new_candidate(remote)
-        reader = self._candidate
-        if reader is None:
-            return
-        # A relay answers at once. One that is stopped is asked again, without waiting.
-        patience_s = _JOIN_S if is_new else 0.0
-        with contextlib.suppress(QueueNotReady):
-            reader.wait_until_ready(max(0.0, min(patience_s, deadline - time.monotonic())))
-            remote.take_from(_Relayed(reader))
-            self._candidate = None
-
-    def _new_candidate(self, remote: RemoteReader) -> MessageReader | None:
-        """A reader of this host's relay, or None if this end has become that."""
-        assert remote.sizes is not None  # it is admitted
-        handle = relay_handle(self._handle)
-        with contextlib.suppress(WriterLost):  # there is none
-            return MessageReader(handle, self._rank)
-        try:
-            remote.pass_on_to(Relay(handle, remote.sizes, remote.session))
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            return MessageReader(handle, self._rank)  # another one was faster
-        return None
-
-    def _lease_blocks(self) -> None:
-        assert isinstance(self._ring, RingReader)  # no other has an arena
-        try:
-            if self._ring.lease_from(self._segment.data_descriptor):
-                return
-            reason = "this kernel does not drop private pages"
-        except OSError as error:
-            reason = f"a private mapping was refused ({error})"
-        _log.warning(
-            "reader @%s rank %d copies large buffers: %s", self._address, self._rank, reason
-        )
+        assert source.ring is not None  # it is attached
+        self._watch.watch(*source.watched)
+        self._is_told = bool(source.watched)
+        self._release = source.ring.release
+        self._take = source.ring.try_take
+        return True
 
     @property
     def _is_over(self) -> bool:
-        ring = getattr(self, "_ring", None)
-        return self.closed or (ring is not None and ring.is_closing and not ring.lag)
+        source: Source | None = self.__dict__.get("_source")
+        return self.closed or (source is not None and source.is_over)
 
     def _say_failed(self, text: str) -> None:
-        self._control.say_failed(text)
+        if (source := self.__dict__.get("_source")) is not None:
+            source.say_failed(text)
 
     def _nudge(self) -> None:
-        if (ring := getattr(self, "_ring", None)) is not None:
-            ring.nudge()
+        if (source := self.__dict__.get("_source")) is not None:
+            source.nudge()
 
     def _stop_waits(self) -> None:
-        if (ring := getattr(self, "_ring", None)) is not None:
-            ring.stop()
+        if (source := self.__dict__.get("_source")) is not None:
+            source.stop()
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(
@@ -884,113 +692,17 @@ class MessageReader(QueueEnd):
 
     def _finish(self) -> None:
         self._watch.close()
-        with contextlib.ExitStack() as parts:
-            parts.callback(self._control.close)
-            if self._candidate is not None:
-                parts.callback(self._candidate.close)
-            if self._remote is not None and self._remote.ring.relayed is not None:
-                parts.callback(self._remote.ring.relayed.close)
-            if hasattr(self, "_segment"):
-                parts.callback(self._segment.close)
-            if hasattr(self, "_ring"):
-                if isinstance(self._ring, RingReader):
-                    # What was received lives on, private, and the writer gets its blocks back.
-                    self._ring.keep_leases()
-                self._ring.leave()
+        if (source := self.__dict__.get("_source")) is not None:
+            source.close()
         # The mappings end here, unless another thread is still on its way out of a call. The last
-        # line, as for the writer.
-        self._take = _nothing
-        if hasattr(self, "_ring"):
-            del self._ring
+        # lines, as for the writer.
+        self._take = self._release = _nothing
+        self.__dict__.pop("_source", None)
 
     def close_inherited(self) -> None:
         """For a forked child; see `door.End`."""
-        self._control.close_descriptors()
-        if hasattr(self, "_segment"):
-            self._segment.close_descriptors()
-
-
-class _Relayed:
-    """What the relay of this host passes on to one of its other readers: a `remote.Relayed`."""
-
-    def __init__(self, reader: MessageReader) -> None:
-        from shmcast.remote import Arrived
-
-        self._arrived = Arrived.of
-        assert isinstance(reader._control, ReaderControl)  # a relay is on this host
-        assert isinstance(reader._ring, RingReader)
-        self._reader, self._control, self._ring = reader, reader._control, reader._ring
-        self._head: Arrived | None = None  # taken and not released
-        self._is_broken = self.is_ahead = False
-        self.session = int.from_bytes(self._control.greeting, "little")
-
-    @property
-    def lag(self) -> int:
-        return self._ring.lag
-
-    def take(self, number: int) -> Arrived | None:
-        while not self._is_broken:
-            if self._head is None:
-                self._head = self._next()
-            self.is_ahead = self._head is not None and self._head.number > number
-            if self._head is None or self._head.number >= number:
-                return None if self.is_ahead else self._head
-            self.release()
-        return None
-
-    def _next(self) -> Arrived | None:
-        try:
-            taken = self._ring.try_take()
-            if taken is None:
-                return None
-            if type(taken) is int:
-                taken = self._reader._parts_of_file(taken)
-        except (ShmcastError, OSError) as error:
-            if is_foreign(error):
-                raise
-            _log.warning("%r can't be used as a relay's: %s", self._reader, error)
-            self._is_broken = True
-            return None
-        stream, buffers = (taken, []) if type(taken) is bytes else taken
-        number = int.from_bytes(stream[:NUMBER_BYTES], "little")
-        return self._arrived(number, stream[NUMBER_BYTES:], buffers)
-
-    def release(self) -> None:
-        self._head = None
-        self._ring.release()
-
-    def wait(self, sleep_ns: int) -> None:
-        spin_ns = min(self._reader._spin_ns, sleep_ns)
-        self._ring.wait(spin_ns, sleep_ns - spin_ns)
-
-    def nudge(self) -> None:
-        self._ring.nudge()
-
-    def is_over(self) -> bool:
-        self._control.collect_files()
-        try:
-            has_ended = self._ring.is_closing or self._control.is_writer_dead()
-        except ProtocolError:  # the relay lost its lock
-            return True
-        return self._is_broken or self._ring.is_struck or (has_ended and not self._ring.lag)
-
-    def close(self) -> None:
-        self._reader.close()
+        self._source.close_inherited()
 
 
 def _nothing() -> None:
     """What a reader takes before it is admitted."""
-
-
-def _own_image(file: int, size_bytes: int) -> Mapping | bytearray:
-    """The file's bytes, writable and this process's own."""
-    try:
-        return Mapping(file, size_bytes, shared=False, writable=True)
-    except OSError as error:
-        # RLIMIT_AS, RLIMIT_DATA or overcommit: maybe there is room in the heap.
-        _log.warning("a private mapping was refused (%s), so a message is copied", error)
-        image = new_bytearray(size_bytes)
-        offset = 0
-        while offset < size_bytes:
-            offset += os.preadv(file, [memoryview(image)[offset:]], offset)
-        return image

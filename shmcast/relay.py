@@ -1,7 +1,14 @@
-"""The ring through which one remote reader passes on what it receives to the others of its host."""
+"""
+The readers of one remote host: one receives each message and passes it on to the others.
+
+`Relay` is the ring through which it does so, `Relayed` what another reader takes from it, and
+`RemoteAttachment` a rank of a writer on another host, which makes the one or takes from the other.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hmac
 import logging
 import mmap
@@ -11,21 +18,32 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 
 from shmcast._ring import EndLock
+from shmcast.attachment import Attachment, Source
 from shmcast.config import QueueConfig
+from shmcast.control import failure_text, is_foreign, named
 from shmcast.door import Watch
 from shmcast.ends import QueueEnd
-from shmcast.errors import MessageTooLarge, QueueFull, ReaderLost
+from shmcast.errors import (
+    MessageTooLarge,
+    ProtocolError,
+    QueueFull,
+    ReaderLost,
+    ShmcastError,
+    WriterLost,
+)
 from shmcast.handle import Handle
 from shmcast.writer import Writer
 
 if TYPE_CHECKING:
-    from shmcast.remote import RingSizes
+    from shmcast.remote import Arrived, RemoteRing, RingSizes
 
-__all__ = ["NUMBER_BYTES", "Relay", "relay_handle"]
+__all__ = ["Relay", "Relayed", "RemoteAttachment", "relay_handle"]
 
 _log = logging.getLogger("shmcast.queue")
 
-NUMBER_BYTES: Final = 8  # of the message's number, before each stream that a relay passes on
+_NUMBER_BYTES: Final = 8  # of the message's number, before each stream that a relay passes on
+_JOIN_S: Final = 0.2  # how long a relay's answer is waited for
+_JOIN_PAUSE_S: Final = 1.0
 
 
 class Relay(QueueEnd):
@@ -96,7 +114,7 @@ class Relay(QueueEnd):
                     writer.roster.evict(rank)
             if not self.has_readers:
                 return
-            parts = [number.to_bytes(NUMBER_BYTES, "little"), bytes(stream)]
+            parts = [number.to_bytes(_NUMBER_BYTES, "little"), bytes(stream)]
             views = [memoryview(buffer) for buffer in buffers]
             try:
                 if views or writer.try_publish(parts, views):
@@ -131,6 +149,238 @@ class Relay(QueueEnd):
             self._writer.say_closing()
             self._writer.close()
         self._watch.close()
+
+
+class Relayed:
+    """
+    What the relay of this host passes on to one of its other readers: a `remote.Relayed`.
+
+    Args:
+        attachment: to the relay's ring, done; it is closed with this object.
+    """
+
+    def __init__(self, attachment: Attachment) -> None:
+        from shmcast.remote import Arrived
+
+        self._arrived = Arrived.of
+        ring = attachment.ring
+        assert ring is not None  # it is attached
+        self._attachment, self._ring = attachment, ring
+        self._head: Arrived | None = None  # taken and not released
+        self._is_broken = False
+        self.is_ahead = False
+        self.session = int.from_bytes(attachment.control.greeting, "little")
+
+    @property
+    def lag(self) -> int:
+        """How many messages are in the ring and not released."""
+        return self._ring.lag
+
+    def take(self, number: int) -> Arrived | None:
+        """The message with this number, or None if it is not there; what is before it is over."""
+        while not self._is_broken:
+            if self._head is None:
+                self._head = self._next()
+            self.is_ahead = self._head is not None and self._head.number > number
+            if self._head is None or self._head.number >= number:
+                return None if self.is_ahead else self._head
+            self.release()
+        return None
+
+    def _next(self) -> Arrived | None:
+        try:
+            taken = self._ring.try_take()
+            if taken is None:
+                return None
+            if type(taken) is int:
+                taken = self._attachment.parts_of_file(taken)
+        except (ShmcastError, OSError) as error:
+            if is_foreign(error):
+                raise
+            rank = self._attachment.rank
+            _log.warning("what rank %d has from its relay can't be used: %s", rank, error)
+            self._is_broken = True
+            return None
+        stream, buffers = (taken, []) if type(taken) is bytes else taken
+        number = int.from_bytes(stream[:_NUMBER_BYTES], "little")
+        return self._arrived(number, stream[_NUMBER_BYTES:], buffers)
+
+    def release(self) -> None:
+        """Give back the message that was taken."""
+        self._head = None
+        self._ring.release()
+
+    def wait(self, sleep_ns: int) -> None:
+        """Wait for the next one."""
+        spin_ns = min(self._attachment.spin_ns, sleep_ns)
+        self._ring.wait(spin_ns, sleep_ns - spin_ns)
+
+    def nudge(self) -> None:
+        """End the present wait or else the next one, from any thread."""
+        self._ring.nudge()
+
+    def is_over(self) -> bool:
+        """Whether nothing more will come from there."""
+        control = self._attachment.control
+        control.collect_files()
+        try:
+            has_ended = self._ring.is_closing or control.is_writer_dead()
+        except ProtocolError:  # the relay lost its lock
+            return True
+        return self._is_broken or self._ring.is_struck or (has_ended and not self._ring.lag)
+
+    def close(self) -> None:
+        """Leave the ring."""
+        self._attachment.close()
+
+    def close_inherited(self) -> None:
+        """Close what a forked child has of it."""
+        self._attachment.close_inherited()
+
+
+class RemoteAttachment(Source):
+    """
+    A rank of a writer on another host.
+
+    Args:
+        handle: of the queue.
+        rank: the one to claim.
+
+    Raises:
+        ValueError: the handle's address can't be one.
+        OSError: there are not enough descriptors.
+    """
+
+    ring: RemoteRing
+
+    def __init__(self, handle: Handle, rank: int) -> None:
+        from shmcast.remote import CurveKeys, RemoteReader
+
+        super().__init__(rank)
+        assert handle.endpoint is not None  # else there is no such rank
+        self.remote = RemoteReader(
+            endpoint=handle.endpoint,
+            keys=CurveKeys(*handle.curve_keys) if handle.curve_keys else None,
+            token=handle.token,
+            rank=rank,
+        )
+        self.ring = self.remote.ring
+        self._handle = relay_handle(handle)
+        self._candidate: Attachment | None = None  # to a relay that has not answered yet
+        self._relayed: Relayed | None = None
+        self._join_at = 0.0
+
+    @property
+    def writer_name(self) -> str:
+        """What texts call the writer's process."""
+        return named(self.remote.writer_pid)
+
+    def step(self) -> bool:
+        """
+        See how far the handshake is; whether it is done.
+
+        Raises:
+            ShmcastError: this rank can't be had. Later calls raise it again.
+        """
+        if not self.remote.is_admitted:  # else what arrived before a failure is read first
+            try:
+                self.remote.step()
+            except ShmcastError as error:
+                self.remote.say_failed(failure_text(error))
+                raise
+        self.is_attached = self.remote.is_admitted
+        return self.is_attached
+
+    def wait_for_step(self, timeout_s: float) -> None:
+        """Wait until the handshake may go on."""
+        self.remote.wait(timeout_s)
+
+    def settle(self, deadline: float) -> None:
+        """Look for the relay of this host, or become it."""
+        now = time.monotonic()
+        if now < self._join_at or self.remote.is_relay or self._relayed is not None:
+            return
+        self._join_at = now + _JOIN_PAUSE_S
+        try:
+            self._join(deadline)
+        except (ShmcastError, OSError) as error:
+            if is_foreign(error):
+                raise
+            self._drop_candidate()
+            _log.info("rank %d takes its messages from the writer itself: %s", self.rank, error)
+
+    def _join(self, deadline: float) -> None:
+        # A relay answers at once. One that is stopped is asked again, without waiting.
+        until = min(time.monotonic() + _JOIN_S, deadline) if self._candidate is None else 0.0
+        if self._candidate is None:
+            self._candidate = self._new_candidate()
+        candidate = self._candidate
+        if candidate is None:
+            return
+        while not candidate.step():
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                return
+            candidate.wait_for_step(left_s)
+        # resumable: what is done already is found so at the next try.
+        self._relayed = Relayed(candidate)
+        self._candidate = None
+        self.remote.take_from(self._relayed)
+
+    def _new_candidate(self) -> Attachment | None:
+        """To this host's relay, or None if this end has become that."""
+        sizes = self.remote.sizes
+        assert sizes is not None  # it is admitted
+        address, token = self._handle.local_address, self._handle.token
+        with contextlib.suppress(WriterLost):  # there is none
+            return Attachment(address, token, self.rank)
+        try:
+            self.remote.pass_on_to(Relay(self._handle, sizes, self.remote.session))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return Attachment(address, token, self.rank)  # another one was faster
+        return None
+
+    def _drop_candidate(self) -> None:
+        candidate, self._candidate = self._candidate, None
+        if candidate is not None:
+            candidate.close()
+
+    def look(self, deadline: float) -> bool:
+        """
+        See to the relay and the writer; whether there is more to take, or the end.
+
+        Raises:
+            WriterLost: it can't be reached any more, and everything that arrived was read.
+        """
+        relayed = self._relayed
+        if relayed is not None and relayed.is_over():
+            self._join_at = 0.0
+            self.remote.take_from(None)
+            self._relayed = None
+            relayed.close()
+        self.settle(deadline)
+        self.remote.check_alive()
+        return bool(self.ring.lag or self.ring.is_closing)
+
+    def say_failed(self, text: str) -> None:
+        """Have the writer told why this end closes."""
+        self.remote.say_failed(text)
+
+    def close(self) -> None:
+        """Leave, and let everything go."""
+        with contextlib.ExitStack() as parts:
+            parts.callback(self.remote.close)
+            parts.callback(self._drop_candidate)
+            if self._relayed is not None:
+                parts.callback(self._relayed.close)
+
+    def close_inherited(self) -> None:
+        """Close what a forked child has of it; the I/O thread's are closed after a fork."""
+        for inherited in (self._candidate, self._relayed):
+            if inherited is not None:
+                inherited.close_inherited()
 
 
 def relay_handle(handle: Handle) -> Handle:

@@ -8,8 +8,9 @@ from typing import Any, Final
 
 from shmcast._ring import EndLock
 from shmcast.errors import QueueClosed
+from shmcast.segment import cpus_available
 
-__all__ = ["Wait", "check_open", "deadline_of"]
+__all__ = ["Wait", "check_open", "deadline_of", "spin_ns_of"]
 
 _FIRST_PROBE_S: Final = 0.001  # who has waited for less does not ask who is alive
 # A sleep is cut in slices only to notice what nobody tells; a wake-up never depends on it. An end
@@ -104,3 +105,8 @@ def check_open(lock: EndLock, name: str) -> None:
     lock.check_not_forked()  # a signal handler may have forked meanwhile
     if lock.is_closing:
         raise QueueClosed(f"{name} was closed while it waited")
+
+
+def spin_ns_of(spin_us: int, n_readers: int) -> int:
+    """How long to poll before sleeping: not at all if the ends on this host have to share CPUs."""
+    return spin_us * 1000 if cpus_available() >= 1 + n_readers else 0

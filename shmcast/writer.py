@@ -33,18 +33,17 @@ from shmcast.segment import (
     FIXED_SIZE,
     Segment,
     add_seals,
-    cpus_available,
     map_file,
     new_frozen_file,
     new_memory_file,
 )
-from shmcast.waiting import Wait, check_open
+from shmcast.waiting import Wait, check_open, spin_ns_of
 
 if TYPE_CHECKING:
     # zmq is imported only where there are remote readers.
     from shmcast.remote import RemoteWriter
 
-__all__ = ["QueueStats", "Writer", "spin_ns_of"]
+__all__ = ["QueueStats", "Writer"]
 
 _log = logging.getLogger("shmcast.queue")
 
@@ -581,11 +580,6 @@ class Writer:
             fallbacks=self._fallbacks,
             losses=self.roster.losses,
         )
-
-
-def spin_ns_of(spin_us: int, n_readers: int) -> int:
-    """How long to poll before sleeping: not at all if the ends on this host have to share CPUs."""
-    return spin_us * 1000 if cpus_available() >= 1 + n_readers else 0
 
 
 def _report(lost: dict[int, tuple[str, bool]]) -> str:

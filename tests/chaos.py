@@ -348,7 +348,7 @@ def read(
     try:
         reader = MessageQueue.create_from_handle(handle, rank)
         reader.wait_until_ready(PATIENCE_S)
-        start = reader._ring.next_sequence
+        start = reader._source.ring.next_sequence
         assert start == 0 if least is None else least <= start <= writer[INTENDED], (least, start)
         page[FIRST] = page[NEXT] = start
         page[STATE] = ATTACHED

@@ -814,7 +814,7 @@ def test_admitted_by_a_writer_that_is_dead_by_now(start_child: StartChild, path:
     """What was published for a reader is read, though it looks at its admission after the death."""
     child = start_child(write, [10, 40_000, 100_000], "", path, method="forkserver")
     with MessageQueue.create_from_handle(child.receive(), 0) as reader:
-        while not reader._control._holds_byte:  # it has confirmed, and looks no further
+        while not reader._source.control._holds_byte:  # it has confirmed, and looks no further
             reader._step()
         assert 0 == child.receive()
         child.kill()

@@ -37,6 +37,7 @@ from shmcast import (
     WriterLost,
 )
 from shmcast._ring import RingReader, RingWriter
+from shmcast.attachment import Attachment
 from shmcast.control import failure_text
 from shmcast.layout import MOST_FAILURE_BYTES
 
@@ -210,8 +211,8 @@ def test_a_length_out_of_range(make_queue: MakeQueue) -> None:
     queue, (reader,) = make_queue()
     data = memoryview(queue._writer.segment.data).cast("Q")  # type: ignore[arg-type]
     data[queue._writer.segment.layout.failure_offset // 8] = 2**64 - 1
-    assert isinstance(reader._ring, RingReader)
-    failure = reader._ring.failure
+    assert isinstance(reader._source.ring, RingReader)
+    failure = reader._source.ring.failure
     assert failure is not None
     assert MOST_FAILURE_BYTES <= len(failure) < MOST_FAILURE_BYTES + 64
     data.release()
@@ -223,8 +224,8 @@ def test_a_text_that_does_not_fit_is_refused(make_queue: MakeQueue, text: str) -
     queue, (reader,) = make_queue()
     with pytest.raises(ValueError, match="a failure of"):
         queue._writer.ring.say_failed(text)
-    assert isinstance(reader._ring, RingReader)
-    assert reader._ring.failure is None
+    assert isinstance(reader._source.ring, RingReader)
+    assert reader._source.ring.failure is None
 
 
 # --- a program that ends --------------------------------------------------------------------------
@@ -415,9 +416,11 @@ def test_a_reader_that_reads_to_the_end(make_queue: MakeQueue) -> None:
     """A reader whose block ends by the QueueClosed of its queue has not failed."""
     queue, (reader,) = make_queue()
     queue.close()
+    source = reader._source
+    assert isinstance(source, Attachment)
     with pytest.raises(QueueClosed), reader:
         reader.dequeue()
-    assert not reader._control._has_said_failure  # type: ignore[union-attr]
+    assert not source.control._has_said_failure
 
 
 def test_a_failed_reader_is_evicted(
@@ -502,7 +505,7 @@ def test_a_reader_that_dies_after_it_has_failed(start_child: StartChild) -> None
 def test_a_failure_that_is_no_text(make_queue: MakeQueue) -> None:
     """What a reader says is made printable by the writer, which does not trust it."""
     queue, (reader,) = make_queue()
-    reader._control.say_failed("\x1b[31m\n" + "x" * 5000)
+    reader._source.control.say_failed("\x1b[31m\n" + "x" * 5000)
     reader.close()
     assert re.search(r"behind: \[31m x{900,}$", str(lost_by(queue)))
 
@@ -821,9 +824,9 @@ def test_the_reason_comes_before_the_mark(
 
             def stepped(*arguments: Any) -> Any:
                 done = step(*arguments)
-                assert isinstance(reader._ring, RingReader)
-                seen.append("closed" if reader._ring.is_closing else "open")
-                seen.append(reader._ring.failure or "no reason")
+                assert isinstance(reader._source.ring, RingReader)
+                seen.append("closed" if reader._source.ring.is_closing else "open")
+                seen.append(reader._source.ring.failure or "no reason")
                 return done
 
             return stepped

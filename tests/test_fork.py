@@ -438,7 +438,7 @@ def test_subprocess_inherits_nothing(
     """A program started from a process with ends gets none of their files and sockets."""
     queue, reader = small_queue
     queue.enqueue(bytes(LARGE_BYTES))
-    socket = Path(f"/proc/self/fd/{reader._control._socket.fileno()}").readlink().name
+    socket = Path(f"/proc/self/fd/{reader._source.control._socket.fileno()}").readlink().name
     done = subprocess.run(
         ["ls", "-l", "/proc/self/fd"],
         capture_output=True,
@@ -774,7 +774,7 @@ def have_ends_and_fork(pipe: Connection, case: str, path: str) -> None:
         for _ in range(2):
             memoryview(reader.dequeue(PATIENCE_S)[1])[:5] = b"mine "
     elif case == "collected":
-        reader._control.collect_files()
+        reader._source.control.collect_files()
     elif case == "closed ends":
         others = [MessageQueue(QueueConfig()) for _ in range(3)]
         for other in others:

@@ -617,7 +617,7 @@ def test_an_alarm_is_no_input_error(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_is_offered_when_its_byte_is_free(make_queue: MakeQueue) -> None:
     """A claim waits while one that has left still holds the rank's byte."""
     queue, (leaver,) = make_queue()
-    leaver._ring.leave()
+    leaver._source.ring.leave()
     with MessageQueue.create_from_handle(queue.export_handle(), 0) as newcomer:
         with pytest.raises(QueueNotReady):
             newcomer.wait_until_ready(0.05)

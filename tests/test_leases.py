@@ -903,12 +903,12 @@ def test_a_message_that_is_taken_again(make_queue: MakeQueue) -> None:
     queue, (reader,) = make_queue(**SMALL)
     queue.enqueue([tensor_of(1), content(2)])
     for _ in range(3):
-        taken = reader._ring.try_take()
+        taken = reader._source.ring.try_take()
         del taken
         assert (2,) == held(queue)
     go_on(queue, [], 1)  # it would go into a block that was given up
     assert (3,) == held(queue)
-    taken = reader._ring.try_take()
+    taken = reader._source.ring.try_take()
     tensor, array = reader.dequeue(PATIENCE_S)
     del taken  # which an interrupted call's traceback may keep until now
     check(reader.dequeue(PATIENCE_S), 1000)
@@ -929,7 +929,7 @@ def test_no_memory_in_a_take(make_queue: MakeQueue) -> None:
         parts = [tensor_of(1), tensor_of(2), content(3, 2000), content(4, 4000)]
         queue.enqueue(parts)
         taken, failed = None, False
-        ring = reader._ring
+        ring = reader._source.ring
         try:
             testcapi.set_nomemory(start, start + 1)
             taken = ring.try_take()
@@ -1236,13 +1236,13 @@ def test_a_live_reader_that_is_evicted(make_queue: MakeQueue, damage: str, recei
     n_held = 3 if receive == "private" else 0
     assert (n_held, 0) == held(queue)
     if damage == "cursor":
-        offset = evicted._segment.layout.rank_offset(0)
-        control = memoryview(evicted._segment.control or b"").cast("Q")
+        offset = evicted._source.segment.layout.rank_offset(0)
+        control = memoryview(evicted._source.segment.control or b"").cast("Q")
         control[offset // 8] = 1 << 60
         del control
     else:
-        assert evicted._control.lock_file is not None
-        evicted._control.lock_file.give_back(1)
+        assert evicted._source.control.lock_file is not None
+        evicted._source.control.lock_file.give_back(1)
     deadline = time.monotonic() + PATIENCE_S
     while queue.stats().losses == 0 and time.monotonic() < deadline:
         queue.enqueue(tensor_of(9), PATIENCE_S)

@@ -27,8 +27,8 @@ import pytest
 from conftest import PATIENCE_S, MakeQueue, StartChild, answer_only_in_calls
 
 import shmcast
+import shmcast.attachment as attachment_module
 import shmcast.control as control_module
-import shmcast.queue as queue_module
 import shmcast.segment as segment_module
 import shmcast.writer as writer_module
 from shmcast import (
@@ -781,7 +781,7 @@ def test_private_mapping_refused(
     def refuse(*_: object, **__: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(queue_module, "Mapping", refuse)
+    monkeypatch.setattr(attachment_module, "Mapping", refuse)
     content = os.urandom(LARGE_BYTES)
     with caplog.at_level(logging.WARNING, "shmcast"):
         queue.enqueue([pickle.PickleBuffer(bytearray(content)), content])

@@ -39,7 +39,7 @@ from conftest import (
 )
 
 import shmcast
-import shmcast.writer
+import shmcast.waiting
 from shmcast import (
     AuthenticationError,
     ConfigError,
@@ -868,7 +868,7 @@ def own_queue(pipe: Connection) -> None:
 
 def test_close_during_a_long_poll(make_queue: MakeQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     """close() ends a wait that is still polling, before the time for polling is over."""
-    monkeypatch.setattr(shmcast.writer, "cpus_available", lambda: 64.0)
+    monkeypatch.setattr(shmcast.waiting, "cpus_available", lambda: 64.0)
     _, (reader,) = make_queue(spin_us=1_000_000)
     queue, _ = make_queue(n_chunks=1, spin_us=1_000_000)
     queue.enqueue("m")
@@ -1561,7 +1561,7 @@ def test_option_spin_us(make_queue: MakeQueue, monkeypatch: pytest.MonkeyPatch) 
     """A waiting end polls for spin_us, so it runs; with 0, or too few CPUs, it sleeps."""
     used = {}
     for name, spin_us, cpus in (("spin", 300_000, 64.0), ("sleep", 0, 64.0), ("few", 300_000, 1.0)):
-        monkeypatch.setattr(shmcast.writer, "cpus_available", lambda cpus=cpus: cpus)
+        monkeypatch.setattr(shmcast.waiting, "cpus_available", lambda cpus=cpus: cpus)
         queue, (reader,) = make_queue(n_chunks=1, spin_us=spin_us)
         empty = cpu_s(lambda r=reader: r.dequeue(0.3), QueueEmpty)
         queue.enqueue("m")
@@ -1577,7 +1577,7 @@ def test_option_spin_us_does_not_stretch_timeouts(
     make_queue: MakeQueue, monkeypatch: pytest.MonkeyPatch, spin_us: int
 ) -> None:
     """A timeout that is shorter than spin_us ends a wait before the time for polling is over."""
-    monkeypatch.setattr(shmcast.writer, "cpus_available", lambda: 64.0)
+    monkeypatch.setattr(shmcast.waiting, "cpus_available", lambda: 64.0)
     queue, (reader,) = make_queue(n_chunks=1, spin_us=spin_us)
     start = time.monotonic()
     with pytest.raises(QueueEmpty):

@@ -37,8 +37,8 @@ from shmcast import (
 from shmcast import (
     queue as queue_module,
 )
-from shmcast.queue import _Relayed
-from shmcast.relay import Relay, relay_handle
+from shmcast.attachment import Attachment
+from shmcast.relay import Relay, Relayed, RemoteAttachment, relay_handle
 from shmcast.remote import RingSizes
 from shmcast.remote.loop import Link
 from shmcast.remote.reader_link import ReaderLink
@@ -59,14 +59,15 @@ def relays_to(queue: MessageQueue) -> dict[int, int]:
 
 
 def is_relay(reader: MessageReader) -> bool:
-    return reader._remote is not None and reader._remote.is_relay
+    return isinstance(reader._source, RemoteAttachment) and reader._source.remote.is_relay
 
 
 def is_joined(reader: MessageReader) -> bool:
     """Whether it takes from a relay."""
     with contextlib.suppress(QueueEmpty):
         reader.dequeue(0)  # it looks for one when it waits
-    return reader._remote is not None and reader._remote.ring.relayed is not None
+    source = reader._source
+    return isinstance(source, RemoteAttachment) and source.ring.relayed is not None
 
 
 @pytest.fixture
@@ -235,7 +236,7 @@ def receive(pipe: Connection, handle: Handle, rank: int) -> None:
     with MessageReader(handle, rank) as reader:
         reader.wait_until_ready(PATIENCE_S)
         try:
-            for number, message in enumerate(reader, reader._ring.next_sequence):
+            for number, message in enumerate(reader, reader._source.ring.next_sequence):
                 assert_is(number, message, len(message[2]))
                 pipe.send(number)
         except WriterLost as error:
@@ -344,8 +345,8 @@ def test_who_is_evicted_resumes(host: Host) -> None:
     queue, (relay, reader) = host(2)
     queue.enqueue(message_of(0))
     assert_is(0, reader.dequeue(PATIENCE_S))
-    assert relay._remote is not None
-    ring = relay._remote.link._relay
+    assert isinstance(relay._source, RemoteAttachment)
+    ring = relay._source.remote.link._relay
     assert isinstance(ring, Relay)
     with ring._lock:
         ring._writer.roster.evict(1)
@@ -363,10 +364,11 @@ def test_a_ring_that_is_ahead() -> None:
         sizes = RingSizes(n_chunks=4, chunk_bytes=4096, arena_bytes=0)
         with contextlib.closing(Relay(handle, sizes, 7)) as ring:
             ring.pass_on(3, b"nobody is there", [])
-            with MessageReader(handle, 1) as reader:
-                while not reader._step():
+            attachment = Attachment(handle.local_address, handle.token, 1)
+            with contextlib.closing(attachment):
+                while not attachment.step():
                     ring.tend()
-                relayed = _Relayed(reader)
+                relayed = Relayed(attachment)
                 assert 7 == relayed.session
                 for number in (5, 6):
                     ring.pass_on(number, f"stream {number}".encode(), [])
@@ -421,8 +423,8 @@ def test_a_relay_that_closes_just_after_a_look(monkeypatch: pytest.MonkeyPatch) 
     with new_queue(1, security="none") as queue:
         reader = MessageReader(queue.export_handle(), 0)
         reader.wait_until_ready(PATIENCE_S)
-        assert reader._remote is not None
-        link = reader._remote.link
+        assert isinstance(reader._source, RemoteAttachment)
+        link = reader._source.remote.link
         wait_for(lambda: link._relay is not None, "it does not become the relay")
         ring = link._relay
         assert isinstance(ring, Relay)
@@ -460,8 +462,8 @@ def test_a_silent_squatter(host: Host) -> None:
             queue.enqueue(message_of(0))
             assert_is(0, reader.dequeue(PATIENCE_S))
             assert not is_relay(reader)
-            assert reader._remote is not None
-            assert reader._remote.ring.relayed is None
+            assert isinstance(reader._source, RemoteAttachment)
+            assert reader._source.remote.ring.relayed is None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
@@ -484,8 +486,8 @@ def test_another_user_s_squatter() -> None:
                 reader.wait_until_ready(PATIENCE_S)
                 queue.enqueue(message_of(0))
                 assert_is(0, reader.dequeue(PATIENCE_S))
-                assert reader._remote is not None
-            assert reader._remote.ring.relayed is None
+                assert isinstance(reader._source, RemoteAttachment)
+                assert reader._source.remote.ring.relayed is None
             squatter.communicate(b"\n", PATIENCE_S)
 
 

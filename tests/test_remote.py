@@ -59,6 +59,7 @@ from shmcast import (
     remote,
 )
 from shmcast.pickler import checked_loads, rebuild_tensor
+from shmcast.relay import RemoteAttachment
 from shmcast.remote.frames import ADMITTED, MAGIC, Kind, RingSizes, pack, unpack
 from shmcast.remote.loop import Link, Loop, allow
 from shmcast.remote.writer_link import State
@@ -838,9 +839,9 @@ def reader_of_numbers(*numbers: int, window: int) -> Iterator[MessageReader]:
 def test_message_outside_the_window_is_refused() -> None:
     """A writer that sends more than the window gets no more memory of the reader's."""
     with reader_of_numbers(0, 1, 2, window=2) as reader:
-        control = reader._control
-        assert isinstance(control, remote.RemoteReader)
-        wait_for(lambda: control.link.failure is not None, "the third message was taken")
+        source = reader._source
+        assert isinstance(source, RemoteAttachment)
+        wait_for(lambda: source.remote.link.failure is not None, "the third message was taken")
         assert [0, 1] == [reader.dequeue(PATIENCE_S) for _ in range(2)]
         with pytest.raises(ProtocolError, match="outside the window of 2"):
             reader.dequeue(PATIENCE_S)
@@ -1107,8 +1108,8 @@ def test_handed_on_twice(connect: Connect) -> None:
 def test_failing_end_hurts_no_other(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """An end whose I/O fails, and whose closing fails too, disturbs no other end."""
     (queue, (reader,)), (_, (failing,)) = connect(), connect()
-    assert failing._writer.remote is not None
-    link = failing._writer.remote.link
+    assert isinstance(failing._source, RemoteAttachment)
+    link = failing._source.remote.link
     abort = link.abort
 
     def abort_and_fail(error: str) -> None:
@@ -1463,8 +1464,8 @@ def test_cuts_of_an_idle_reader(behind_proxy: BehindProxy, monkeypatch: pytest.M
         handle, proxy = behind_proxy(queue.export_handle())
         with MessageReader(handle, 0) as reader:
             reader.wait_until_ready(PATIENCE_S)
-            assert reader._remote is not None
-            link = reader._remote.link
+            assert isinstance(reader._source, RemoteAttachment)
+            link = reader._source.remote.link
             for number in range(2):
                 queue.enqueue(number)
                 assert number == reader.dequeue(PATIENCE_S)
@@ -1948,8 +1949,8 @@ def test_relay_takes_over_the_settings() -> None:
         MessageReader(queue.export_handle(), 0) as relay,
     ):
         relay.wait_until_ready(PATIENCE_S)
-        assert relay._remote is not None
-        link = relay._remote.link
+        assert isinstance(relay._source, RemoteAttachment)
+        link = relay._source.remote.link
         wait_for(lambda: link._relay is not None, "it does not become the relay")
-        config = link._relay._config  # type: ignore[union-attr]  # a `Relay` need not have one
+        config = link._relay._writer._config  # type: ignore[union-attr]  # a `Relay` need not have one
         assert ("copy", 0, 7) == (config.receive, config.spin_us, config.warn_after_s)

@@ -255,7 +255,7 @@ class ReaderScenario:
         elif self.action == "give up":
             received.clear()
         elif self.action == "leave":
-            reader._ring.leave()
+            reader._source.ring.leave()
         else:
             reader.close()
         pause()

@@ -15,7 +15,7 @@ __all__ = ["RemoteReader"]
 
 class RemoteReader:
     """
-    The reader's side of a connection, in the form of the control socket's.
+    The reader's side of a connection.
 
     The methods are for the reader's end, under its lock, but for `close`.
 
@@ -28,8 +28,6 @@ class RemoteReader:
     Raises:
         ValueError: the host's name can't be one.
     """
-
-    offered = None  # there is no segment to map
 
     def __init__(self, *, endpoint: str, keys: CurveKeys | None, token: str, rank: int) -> None:
         self.ring = RemoteRing()
@@ -87,20 +85,16 @@ class RemoteReader:
         """
         self._raise_failure()
 
-    def is_writer_dead(self) -> bool:
-        """False; raises WriterLost, or what else has ended the attachment, when all was read."""
+    def check_alive(self) -> None:
+        """Raise WriterLost, or what else has ended the attachment, when all was read."""
         if not self.ring.lag:
             self._raise_failure()
-        return False
 
     def _raise_failure(self) -> None:
         failure = self.link.failure
         if failure is not None:
             error_class, text = failure
             raise error_class(text)
-
-    def collect_files(self) -> None:
-        """There are none."""
 
     @property
     def is_relay(self) -> bool:
@@ -131,6 +125,3 @@ class RemoteReader:
             link.ask()
         if link.loop.is_exiting:
             link.loop.wait_until_settled(link)
-
-    def close_descriptors(self) -> None:
-        """Nothing: the I/O thread's are closed after a fork."""

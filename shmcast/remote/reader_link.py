@@ -463,7 +463,7 @@ class ReaderLink(Link):
                 f"connection ends; this process may be short of memory (RLIMIT_AS, RLIMIT_DATA), "
                 f"or something between the hosts cuts connections sooner than it arrives",
             )
-        ring.notify()
+        ring.nudge()
 
     def _is_gone(self, now: float) -> bool:
         """Whether nobody has been there for so long that the writer is given up."""
@@ -494,7 +494,7 @@ class ReaderLink(Link):
         if self._n_at_end is None or self._ring.n_reached != self._n_at_end:
             return False  # what came after that may not be all
         self._ring.n_all = self._n_at_end
-        self._ring.notify()
+        self._ring.nudge()
         return True
 
     def _lose(self, why: str) -> None:
@@ -513,7 +513,7 @@ class ReaderLink(Link):
 
     def _fail(self, error_class: type[ShmcastError], text: str) -> None:
         self.failure = self.failure or (error_class, text)
-        self._ring.notify()
+        self._ring.nudge()
 
     # --- what the reader's end does ---
 
@@ -674,7 +674,7 @@ class ReaderLink(Link):
                 self._lose("another queue is at its address")
         else:
             raise ProtocolError(f"a frame {name_of(kind)} is out of turn")
-        ring.notify()
+        ring.nudge()
         if self.loop.is_exiting or ring.n_all is not None or self._n_at_end is not None:
             self.ask()
 
@@ -734,7 +734,7 @@ class ReaderLink(Link):
         ring.arrived.append(Arrived.of(number, stream, buffers))
         ring.n_arrived = number + 1
         self._drive_until = time.monotonic() + self.timing.driving_s
-        ring.notify()
+        ring.nudge()
 
 
 def _literal(host: str) -> list[str]:

@@ -142,9 +142,6 @@ class RemoteRing:
         self.failure: str | None = None  # why it has, if it failed
         self.is_struck = False
 
-    def begin(self, start: int) -> None:
-        """Begin with message number `start`, as the link has done."""
-
     def try_take(self) -> Any:
         """
         The next message, or None if there is none or this attachment is over.
@@ -198,7 +195,7 @@ class RemoteRing:
         self.wait_s += time.monotonic() - start
         return False
 
-    def notify(self) -> None:
+    def nudge(self) -> None:
         """End the present wait or else the next one, from any thread."""
         self.changed.set()
         relayed = self.relayed
@@ -225,7 +222,4 @@ class RemoteRing:
     def stop(self) -> None:
         """End this end's waits, from any thread."""
         self._is_stopped = True
-        self.notify()
-
-    def leave(self) -> None:
-        """Done by `RemoteReader.close`."""
+        self.nudge()

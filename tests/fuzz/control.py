@@ -11,12 +11,12 @@ import sys
 from pickle import PickleBuffer
 
 import shmcast.segment
-import shmcast.writer
+import shmcast.waiting
 from shmcast import Handle, MessageQueue, MessageReader, QueueConfig, ShmcastError
 from shmcast.layout import WORD_BYTES, Layout
 
 # Asked for every queue, which takes most of its time.
-shmcast.writer.cpus_available = lambda: 2.0  # type: ignore[attr-defined]
+shmcast.waiting.cpus_available = lambda: 2.0  # type: ignore[attr-defined]
 shmcast.segment.memory_available_bytes = lambda: sys.maxsize
 
 CONFIG = QueueConfig(
@@ -103,7 +103,7 @@ def say(
 def take(reader: MessageReader, kept: list[object]) -> None:
     """Receive a message, which is the one whose turn it is."""
     reader.wait_until_ready(0)
-    number = reader._ring.next_sequence
+    number = reader._source.ring.next_sequence
     message = reader.dequeue(0)
     assert number == message[0]
     kept.append(message)

@@ -285,13 +285,13 @@ BUGS: Final = (
     ),
     Bug(
         "no second look at the counter after the writer's death",
-        "queue.py",
+        "attachment.py",
         """
-            if ring.lag or ring.is_closing:
-                continue
+        if ring.lag or ring.is_closing:
+            return True
 """,
         """
-            pass
+        pass
 """,
         ("test_death.py::test_last_message_of_a_dying_writer[10-files]",),
     ),
@@ -341,23 +341,20 @@ BUGS: Final = (
         try:
             if type(taken) is bytes:
                 return self._loads(taken)
-            if type(taken) is int:
-                return self._load_file(taken)
-            stream, buffers = taken
+            stream, buffers = self._source.parts_of_file(taken) if type(taken) is int else taken
             return self._loads(stream, buffers=buffers)
         except Exception as error:
             self._add_notes(error)
             raise
         finally:
-            self._ring.release()
+            self._release()
 """,
         """
         if type(taken) is int:
-            loaded = self._load_file(taken)
-        else:
-            stream, buffers = (taken, ()) if type(taken) is bytes else taken
-            loaded = self._loads(stream, buffers=buffers)
-        self._ring.release()
+            taken = self._source.parts_of_file(taken)
+        stream, buffers = (taken, ()) if type(taken) is bytes else taken
+        loaded = self._loads(stream, buffers=buffers)
+        self._release()
         return loaded
 """,
         ("test_queue.py::test_failing_messages_cost_nothing",),
@@ -365,15 +362,15 @@ BUGS: Final = (
     # --- the end ---
     Bug(
         "tail not read after the writer has closed",
-        "queue.py",
+        "attachment.py",
         """
-            if ring.is_closing and not ring.lag:
-                self._check_not_failed(ring)
-                raise QueueClosed("the writer has closed, and everything was read")
+        if self.is_over:
+            self.check_not_failed()
+            raise QueueClosed("the writer has closed, and everything was read")
 """,
         """
-            if ring.is_closing:
-                raise QueueClosed("the writer has closed, and everything was read")
+        if self.ring.is_closing:
+            raise QueueClosed("the writer has closed, and everything was read")
 """,
         ("test_queue.py::test_close_between_two_looks",),
     ),
