@@ -39,8 +39,8 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
 from shmcast._atomic cimport (
-    count_up, fence_acquire, fence_full, load_acquire, load_relaxed, pause_polling, store_relaxed,
-    store_release, word_bump, word_load_acquire,
+    count_up, fence_acquire, fence_full, load_acquire, load_relaxed, pause_polling, raise_to,
+    store_relaxed, store_release, word_bump, word_load_acquire,
 )
 
 import mmap
@@ -1678,8 +1678,9 @@ cdef class Draft:
 cdef void give_up(uint64_t *given_up, uint64_t *given_ups, uint64_t slot,
                   uint64_t use) noexcept nogil:
     """Say that this rank does not read the slot's block any more."""
-    # Release pairs with the acquire load in RingWriter.given_up.
-    store_release(&given_up[slot], use)
+    # Release pairs with the acquire load in RingWriter.given_up. A struck attachment may be late:
+    # then the slot may have had a newer use.
+    raise_to(&given_up[slot], use)
     # An atomic addition: an attachment that was struck may still give blocks up.
     count_up(given_ups)
 
@@ -1783,10 +1784,10 @@ cdef class Leases:
             if lease.is_inherited:
                 unmap(lease.address, whole_pages(lease.n_bytes))
             return
+        if lease.is_inherited:  # with the GIL, or a child forked meanwhile would have it for ever
+            set_inherited(lease.address, lease.n_bytes, False)
         with nogil:
             is_dropped = drop_private_pages(lease.address, lease.n_bytes)
-            if lease.is_inherited:
-                set_inherited(lease.address, lease.n_bytes, False)
         if not is_dropped:
             self.is_broken = True  # and the block is never given up: its next use would be torn
         elif not lease.is_given_up and lease.use <= self.released:
@@ -2023,7 +2024,7 @@ cdef class RingReader(_End):
         self._give_back()
         return True
 
-    cdef void _give_back(self) noexcept nogil:
+    cdef inline void _give_back(self) noexcept nogil:
         # Release pairs with the acquire load in RingWriter._refresh.
         store_release(self.cursor_word, self.cursor)
         # This fence and the one in RingWriter._sleep_for_space.
@@ -2153,6 +2154,8 @@ cdef class RingReader(_End):
     def leave(self):
         """Tell the writer not to wait for this attachment any more. Nothing may follow."""
         self._check_not_forked()
-        store_release(self.left_word, self.epoch)
+        # Release pairs with the acquire load in RingWriter.has_left. An attachment that was struck
+        # may be late: then a newer one may have left.
+        raise_to(self.left_word, self.epoch)
         with nogil:
             self._wake_writer()

@@ -37,11 +37,13 @@ cursor         the rank's reader; the writer once,    writer    messages finishe
                before it admits the reader
 sleeps         the rank's reader; the writer          writer    0 or 1
                clears a dead one's
-left           the rank's reader                      writer    the epoch that has left, 0 for none
+left           the rank's reader                      writer    the epoch that has left, 0 for
+                                                                none; only grows
 guard          the writer                             readers   as published, and stored before it;
                                                                 a private view may be older
 given_up       the rank's reader                      writer    the slot's last use that the rank
-                                                                has given up; 0 for none
+                                                                has given up, 0 for none; only
+                                                                grows
 given_ups      the rank's reader                      writer    how often it gave up; only grows
 =============  =====================================  ========  ===================================
 

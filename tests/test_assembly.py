@@ -68,6 +68,7 @@ EXPECTED: Final = {
         "do_load_acquire": [r"movq \(%rdi\), %rax"],
         "do_store_release": [r"movq %rsi, \(%rdi\)"],
         "do_word_load_acquire": [r"movl \(%rdi\), %eax"],
+        "do_raise_to": [r"lock cmpxchg"],
         "do_count_up": [r"lock"],
         "do_word_bump": [r"lock"],
         "do_fence_full": [r"lock|mfence"],
@@ -80,6 +81,7 @@ EXPECTED: Final = {
         "do_load_acquire": [r"ldap?r x0, \[x0\]"],
         "do_store_release": [r"stlr x1, \[x0\]"],
         "do_word_load_acquire": [r"ldap?r w0, \[x0\]"],
+        "do_raise_to": [r"stlxr|casl|_rel\b"],
         "do_count_up": [r"stlxr|ldaddl|_rel\b"],
         "do_word_bump": [r"stlxr|ldaddl|_rel\b"],
         "do_fence_full": [r"dmb ish$"],
@@ -125,7 +127,7 @@ CORE: Final = {
         "RingWriter_strike": [FULL["aarch64"]],
         "RingWriter_admit": [r"stlr"],
         "RingWriter_say_closing": [r"stlr"],
-        "RingReader_leave": [r"stlr"],
+        "RingReader_leave": [r"stlxr|casl|_rel\b"],
     },
 }
 

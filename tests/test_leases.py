@@ -517,6 +517,39 @@ def test_fork(make_queue: MakeQueue, is_closed: bool) -> None:
     os.close(to_parent[0])
 
 
+def is_mapped(address: int) -> bool:
+    """Whether there is something at this address of this process."""
+    ranges = (
+        line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()
+    )
+    return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
+
+
+def test_fork_while_a_lease_ends(make_queue: MakeQueue) -> None:
+    """A child that is forked while a thread drops an array has the array, or nothing of it."""
+    queue, (reader,) = make_queue(arena_bytes="64 MiB")
+    for number in range(5):
+        queue.enqueue(content(number, 32 * MIB))  # no tensor: torch drops one without the GIL
+        arrays = [reader.dequeue(PATIENCE_S)]
+        address = arrays[0].ctypes.data
+        fork(lambda: None)()  # from now on children have it
+        is_due = threading.Event()
+
+        def drop(arrays: list[Any] = arrays, is_due: threading.Event = is_due) -> None:
+            is_due.set()
+            arrays.clear()
+
+        def child(arrays: list[Any] = arrays, address: int = address) -> None:
+            assert bool(arrays) == is_mapped(address)
+
+        thread = threading.Thread(target=drop)
+        thread.start()
+        is_due.wait()
+        join = fork(child)
+        thread.join()
+        join()
+
+
 def test_fork_of_a_fork(make_queue: MakeQueue) -> None:
     """A child's child has the tensor too, and children that drop it take it from nobody."""
     queue, (reader,) = make_queue(**SMALL)

@@ -819,6 +819,35 @@ def test_kept_leases() -> None:
         assert 2 == ring.writer.given_ups
 
 
+def test_older_use_that_is_given_up_late() -> None:
+    """A struck attachment that gives an old use up stores nothing over a newer one's word."""
+    with ring_of(arena_bytes=8 * PAGE) as ring:
+        ring.lease()
+        ring.publish_in_blocks(b"s", b"a" * PAGE)
+        late = ring.readers[0].try_take()
+        assert ring.readers[0].release()
+        ring.writer.strike(0)
+        reader = RingReader(ring.segment, 0, ring.writer.new_epoch(0))
+        assert reader.lease_from(ring.segment.data_descriptor)
+        reader.begin(ring.writer.admit(0, False))
+        ring.publish_in_blocks(b"s", b"b" * PAGE)
+        assert (b"s", [b"b" * PAGE]) == taken(reader)
+        assert [2] == ring.given_up(0)
+        del late
+        assert [2] == ring.given_up(0)
+
+
+def test_attachment_that_leaves_late() -> None:
+    """A struck attachment that leaves takes nothing from a newer one that has left."""
+    with ring_of() as ring:
+        ring.writer.strike(0)
+        reader = RingReader(ring.segment, 0, ring.writer.new_epoch(0))
+        reader.begin(ring.writer.admit(0, False))
+        reader.leave()
+        ring.readers[0].leave()
+        assert ring.writer.has_left(0)
+
+
 def test_no_lease_of_what_is_older_than_the_guard() -> None:
     """Where the private mapping does not follow the file, as after mlockall, blocks are copied."""
     with ring_of(arena_bytes=8 * PAGE) as ring:

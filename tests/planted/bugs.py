@@ -490,7 +490,7 @@ RACES: Final = (
         "given-up word",
         "_ring.pyx",
         """
-    store_release(&given_up[slot], use)
+    raise_to(&given_up[slot], use)
 """,
         """
     store_relaxed(&given_up[slot], use)
