@@ -1476,10 +1476,15 @@ cdef class RingWriter(_End):
         return start
 
     def strike(self, int rank):
-        """Never wait for the rank's present attachment again; its epoch ends with it."""
+        """
+        Never wait for the rank's present attachment again; its epoch ends with it.
+
+        Returns the last use that it may have leased.
+        """
         self.new_epoch(rank)
         # The epoch is stored before any chunk that this reader has not released is written again:
-        # pairs with the acquire fence in RingReader.try_take.
+        # pairs with the acquire fence in RingReader.try_take. And before the load of what it has
+        # leased: pairs with the fence in RingReader._parts.
         fence_full()
         self.cursors[rank] = NULL
         store_relaxed(self.sleeps[rank], 0)  # a reader that was killed asleep left its mark
@@ -1491,6 +1496,7 @@ cdef class RingWriter(_End):
         self._refresh()
         word_bump(self.readers_word)
         wake_all(self.readers_word)  # it may be alive and asleep
+        return load_acquire(self.rank_word(rank, self.layout.leased_in_rank))
 
     def new_epoch(self, int rank):
         """Begin the rank's next epoch; returns its number. Every earlier attachment is over."""
@@ -1729,7 +1735,7 @@ cdef class Leases:
     cdef object pins                         # the mappings that the words below lie in
     cdef uint64_t *given_up
     cdef uint64_t *given_ups
-    cdef uint64_t released                   # the reader's cursor
+    cdef uint64_t released                   # how many messages will not be taken again
     cdef bint is_broken                      # pages could not be dropped
     cdef unsigned long fork_count_at_start
 
@@ -1821,6 +1827,7 @@ cdef class RingReader(_End):
     cdef uint64_t *cursor_word
     cdef uint64_t *sleeps_word
     cdef uint64_t *left_word
+    cdef uint64_t *leased_word
     cdef uint64_t taken_bytes, taken_oob_buffers, taken_oob_bytes   # of the message not released
     cdef object taken                        # what was taken of it, if that holds leases
     cdef uint64_t *given_up                  # a word for each slot
@@ -1838,6 +1845,7 @@ cdef class RingReader(_End):
         self.cursor_word = self.rank_word(rank, self.layout.cursor_in_rank)
         self.sleeps_word = self.rank_word(rank, self.layout.sleeps_in_rank)
         self.left_word = self.rank_word(rank, self.layout.left_in_rank)
+        self.leased_word = self.rank_word(rank, self.layout.leased_in_rank)
 
     def begin(self, uint64_t start):
         """Begin with message number `start`, which the writer has told."""
@@ -1885,7 +1893,10 @@ cdef class RingReader(_End):
         cdef ImageHeader header
         cdef const char *chunk
         self._check_not_forked()
-        if load_relaxed(&self.is_stopped) or self._is_struck():
+        if load_relaxed(&self.is_stopped):
+            return None
+        if self._is_struck():
+            self._end_taken()
             return None
         available = self._available()
         if available == 0:
@@ -1898,7 +1909,7 @@ cdef class RingReader(_End):
             return self._damaged(f"number {header.sequence} instead of {self.cursor}")
         if self.taken is not None:
             # A second set of leases would give the blocks up while the first is in use.
-            return None if self._is_struck() else self.taken
+            return self._unless_struck(self.taken)
         self.taken_bytes = self.taken_oob_buffers = self.taken_oob_bytes = 0
         if header.kind == KIND_FILE:
             taken = header.stream_bytes
@@ -1912,7 +1923,19 @@ cdef class RingReader(_End):
         # the fence in RingWriter.strike. Without it what was taken may be torn, since the writer
         # does not wait for this reader.
         fence_acquire()
-        return None if self._is_struck() else taken
+        return self._unless_struck(taken)
+
+    cdef object _unless_struck(self, taken):
+        if not self._is_struck():
+            return taken
+        self._end_taken()
+        return None
+
+    cdef void _end_taken(self) noexcept:
+        """The message at the cursor is not taken again: its leases end like those before it."""
+        if self.leases is not None:
+            self.leases.released = self.cursor + 1
+        self.taken = None
 
     cdef inline bint _is_struck(self) noexcept nogil:
         return load_acquire(self.own_epoch_word) != self.epoch
@@ -1944,6 +1967,11 @@ cdef class RingReader(_End):
         if spans is None or (is_in_block and header.slot in spans):
             return self._damaged("two buffers with one slot")
         is_leased = self._can_lease()
+        if is_leased:
+            raise_to(self.leased_word, self.cursor + 1)
+            # This fence and the one in RingWriter.strike: either the writer sees this word, or this
+            # reader's next look at the epoch shows that it was struck.
+            fence_full()
         self.copied_slots = [] if is_leased else list(spans)
         offset, length, _ = ranges[0]
         self.taken_bytes = length
@@ -2008,6 +2036,7 @@ cdef class RingReader(_End):
         """
         self._check_not_forked()
         if self._is_struck():
+            self._end_taken()
             return False
         self.cursor += 1
         self.messages += 1

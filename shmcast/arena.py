@@ -1,7 +1,7 @@
 """
 Which block of the arena a buffer gets, and when it is free again. Only the writer allocates.
 
-A block is free when every rank that was to read it has given it up or is no longer waited for.
+A block is free when every rank that was to read it has given it up or can't have it any more.
 Lower addresses go first: their pages are reserved and warm; each fresh page costs a fault.
 """
 
@@ -11,13 +11,16 @@ import bisect
 import mmap
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
 from shmcast._ring import BUFFER_ALIGNMENT, Draft, RingWriter, address_of, new_bytearray
 from shmcast.errors import MessageTooLarge
 from shmcast.layout import Layout, round_up
+
+if TYPE_CHECKING:
+    from shmcast.control import Process
 
 __all__ = ["LEAST_BLOCK_BYTES", "LEAST_SHARED_BYTES", "Arena", "Block", "Places"]
 
@@ -52,8 +55,8 @@ class Block:
         slot: its place in the table of given-up words.
         use: the number of its message + 1; 0 before there is one.
         holders: the ranks that have not given it up; `_WRITER` while there is a draft.
-        disowned: ranks that have not either, of attachments that nobody waits for any more, but
-            whose process may be alive.
+        disowned: the ranks that were struck while they may have had a lease of it, each with the
+            process that has it.
         draft: the memory of the writer's tensor that lies in it.
     """
 
@@ -62,7 +65,7 @@ class Block:
     slot: int
     use: int = 0
     holders: set[int] = attrs.field(factory=set)
-    disowned: set[int] = attrs.field(factory=set)
+    disowned: dict[int, Process] = attrs.field(factory=dict)
     draft: weakref.ref[Draft] | None = None
 
 
@@ -94,6 +97,7 @@ class Arena:
         self._free: list[tuple[int, int]]
         self._free_slots: list[int]
         self._given_ups_seen = 0
+        self._watched: weakref.WeakSet[Process] = weakref.WeakSet()  # those in `Block.disowned`
         self._mend()
 
     @property
@@ -264,24 +268,35 @@ class Arena:
             self.pending.pop(block.offset, None)
             self._free_if_unheld(block)
 
-    def strike(self, rank: int) -> None:
-        """Stop waiting for a rank, in the ring and for the blocks that it holds."""
-        self._ring.strike(rank)
+    def strike(self, rank: int, process: Process | None = None) -> None:
+        """
+        Stop waiting for a rank, in the ring and for the blocks that it holds.
+
+        Args:
+            rank: the rank.
+            process: the process of its attachment, which keeps what it may have leased; None if it
+                keeps nothing.
+        """
+        last_leased = self._ring.strike(rank)
         self._settle_left()
+        self.reclaim()
         for block in list(self._in_use.values()):
+            if process is not None and rank in block.holders and block.use <= last_leased:
+                self._watched.add(process)
+                block.disowned[rank] = process  # before the next line: a signal may come
             block.holders.discard(rank)
             self._free_if_unheld(block)
 
-    def disown(self, rank: int) -> None:
-        """
-        Keep what a rank holds although it is struck next, since its process may be alive.
-
-        What it never gives up is lost: this happens only to programs that break the queue.
-        """
-        self._settle_left()
-        for block in list(self._in_use.values()):
-            if rank in block.holders:
-                block.disowned.add(rank)
+    def strike_ended(self) -> None:
+        """Free what struck ranks keep, where their process can't touch it any more."""
+        for process in list(self._watched):
+            if process.may_touch():
+                continue
+            for block in list(self._in_use.values()):
+                for rank in [rank for rank, own in block.disowned.items() if own is process]:
+                    del block.disowned[rank]
+                self._free_if_unheld(block)
+            self._watched.discard(process)
 
     def reclaim(self) -> None:
         """Free the blocks that were given up since the last call."""
@@ -292,11 +307,11 @@ class Arena:
         for block in list(self._in_use.values()):
             if block.draft is not None and block.draft() is None:
                 block.holders.discard(_WRITER)
-            for rank in (block.holders | block.disowned) - {_WRITER}:
+            for rank in (block.holders | block.disowned.keys()) - {_WRITER}:
                 # Any other value is an earlier use's, or damage.
                 if self._ring.given_up(block.slot, rank) == block.use:
                     block.holders.discard(rank)
-                    block.disowned.discard(rank)
+                    block.disowned.pop(rank, None)
             self._free_if_unheld(block)
         self._given_ups_seen = given_ups
 

@@ -116,7 +116,8 @@ class QueueStats:
         lag: how many messages each rank has still to finish, by rank; 0 for one that is gone.
         blocks_in_use: how many blocks of the arena were in use when the writer looked last.
         arena_bytes_in_use: how many bytes these have.
-        blocks_held: how many of them each rank that is waited for has not given up, by rank.
+        blocks_held: how many of them each rank has not given up, by rank; those of readers that
+            were lost too.
         fallbacks: how many messages went into a memory file of their own.
         losses: how many readers were lost.
     """
@@ -787,7 +788,8 @@ class MessageQueue(_QueueEnd):
             blocks_in_use=len(blocks),
             arena_bytes_in_use=sum(block.n_bytes for block in blocks),
             blocks_held=tuple(
-                sum(rank in block.holders for block in blocks) for rank in self._ranks
+                sum(rank in block.holders or rank in block.disowned for block in blocks)
+                for rank in self._ranks
             ),
             fallbacks=self._fallbacks,
             losses=self._losses,
@@ -1073,11 +1075,9 @@ class MessageQueue(_QueueEnd):
                     self._losses += 1
                     self._last_lost = holder
                 self._unreported[rank] = text, is_damage
-                is_here = isinstance(holder, Holder) and not holder.connection.has_gone
-                if is_here and not self._ring.has_left(rank):  # else it has given all up
-                    self._arena.disown(rank)
                 control.vacate(rank)
                 self._last_lost = None
+        self._arena.strike_ended()
         return self._step()
 
     def _holders(self) -> Iterator[tuple[Any, Holder | Peer]]:
@@ -1273,7 +1273,6 @@ class _Relay(MessageQueue):
 
     def _evict(self, rank: int) -> None:
         """End the attachment of a reader that is alive."""
-        self._arena.disown(rank)
         self._control.vacate(rank)
 
 

@@ -819,6 +819,25 @@ def test_kept_leases() -> None:
         assert 2 == ring.writer.given_ups
 
 
+@pytest.mark.parametrize("is_released", [False, True])
+def test_last_message_before_a_strike(is_released: bool) -> None:
+    """A message that was taken before its reader was struck gives its blocks up when it ends."""
+    with ring_of(arena_bytes=8 * PAGE) as ring:
+        ring.lease()
+        reader = ring.readers[0]
+        for _ in range(2):
+            ring.publish_in_blocks(b"s", b"a" * PAGE)
+        taken = reader.try_take()
+        assert 1 == ring.writer.strike(0)
+        if is_released:
+            assert not reader.release()
+        assert reader.try_take() is None
+        assert [0] == ring.given_up(0)
+        assert b"a" * PAGE == taken[1][0]
+        del taken
+        assert [1] == ring.given_up(0)
+
+
 def test_older_use_that_is_given_up_late() -> None:
     """A struck attachment that gives an old use up stores nothing over a newer one's word."""
     with ring_of(arena_bytes=8 * PAGE) as ring:

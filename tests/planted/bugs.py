@@ -143,6 +143,7 @@ BUGS: Final = (
         "_ring.pyx",
         """
         if self._is_struck():
+            self._end_taken()
             return False
         self.cursor += 1
 """,
