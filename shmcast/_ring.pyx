@@ -297,7 +297,7 @@ cdef void at_fork(int moment) noexcept:
     """Let a forked child keep what it sees; the GIL is held from the first moment to the last."""
     cdef Link *link = newest_leases
     while link is not NULL and moment == BEFORE_FORK:
-        (<Leases>link.owner).keep(False)
+        (<Leases>link.owner).keep()
         link = link.next
     link = newest_draft
     while link is not NULL:
@@ -1706,7 +1706,7 @@ cdef class Lease:
     cdef char *address
     cdef size_t n_bytes
     cdef uint64_t slot, use
-    cdef bint is_given_up, is_inherited
+    cdef bint is_inherited
 
     def __getbuffer__(self, Py_buffer *view, int flags):
         PyBuffer_FillInfo(view, self, self.address, <Py_ssize_t>self.n_bytes, False, flags)
@@ -1796,12 +1796,12 @@ cdef class Leases:
             is_dropped = drop_private_pages(lease.address, lease.n_bytes)
         if not is_dropped:
             self.is_broken = True  # and the block is never given up: its next use would be torn
-        elif not lease.is_given_up and lease.use <= self.released:
+        elif lease.use <= self.released:
             # A message that was not released may be taken again: its blocks stay.
             give_up(self.given_up, self.given_ups, lease.slot, lease.use)
 
-    cdef void keep(self, bint for_good) noexcept:
-        """Make every page of every lease private: for forked children, or to give the blocks up."""
+    cdef void keep(self) noexcept:
+        """Make every page of every lease private, for forked children."""
         cdef Link *link = self.newest
         cdef Lease lease
         while link is not NULL:
@@ -1810,10 +1810,6 @@ cdef class Leases:
             make_private(lease.address, lease.n_bytes)
             set_inherited(lease.address, lease.n_bytes, True)
             lease.is_inherited = True
-            if for_good and not lease.is_given_up:
-                lease.is_given_up = True
-                if lease.use <= self.released:
-                    give_up(self.given_up, self.given_ups, lease.slot, lease.use)
             link = link.next
 
 
@@ -1864,12 +1860,6 @@ cdef class RingReader(_End):
         leases.released = self.cursor
         self.leases = leases
         return True
-
-    def keep_leases(self):
-        """Make what is leased private for good, and give the blocks up: the last thing to do."""
-        self._check_not_forked()
-        if self.leases is not None:
-            self.leases.keep(True)
 
     cdef inline uint64_t _available(self) noexcept nogil:
         # Acquire pairs with the release store in RingWriter._publish.
@@ -2181,8 +2171,13 @@ cdef class RingReader(_End):
             self._mark(&self.is_nudged, self.readers_word)
 
     def leave(self):
-        """Tell the writer not to wait for this attachment any more. Nothing may follow."""
+        """
+        Tell the writer not to wait for this attachment any more. Nothing may follow.
+
+        A lease that is alive lasts, and gives its block up when it ends.
+        """
         self._check_not_forked()
+        self._end_taken()
         # Release pairs with the acquire load in RingWriter.has_left. An attachment that was struck
         # may be late: then a newer one may have left.
         raise_to(self.left_word, self.epoch)

@@ -116,8 +116,8 @@ class QueueStats:
         lag: how many messages each rank has still to finish, by rank; 0 for one that is gone.
         blocks_in_use: how many blocks of the arena were in use when the writer looked last.
         arena_bytes_in_use: how many bytes these have.
-        blocks_held: how many of them each rank has not given up, by rank; those of readers that
-            were lost too.
+        blocks_held: how many of them each rank has not given up, by rank; those of tensors that
+            outlived their reader too.
         fallbacks: how many messages went into a memory file of their own.
         losses: how many readers were lost.
     """
@@ -1755,10 +1755,7 @@ class MessageReader(_QueueEnd):
             if hasattr(self, "_segment"):
                 parts.callback(self._segment.close)
             if hasattr(self, "_ring"):
-                if isinstance(self._ring, RingReader):
-                    # What was received lives on, private, and the writer gets its blocks back.
-                    self._ring.keep_leases()
-                self._ring.leave()
+                self._ring.leave()  # what was received lives on
         # The mappings end here, unless another thread is still on its way out of a call. The last
         # line, as for the writer.
         self._take = _nothing

@@ -801,8 +801,8 @@ def test_what_is_written_to_a_lease() -> None:
             del first, second
 
 
-def test_kept_leases() -> None:
-    """Leases that are kept for good stay as they are while their blocks are used again."""
+def test_leases_outlive_their_attachment() -> None:
+    """Leases of a reader that has left stay as they are, and give their blocks up when they end."""
     with ring_of(arena_bytes=8 * PAGE) as ring:
         ring.lease()
         reader = ring.readers[0]
@@ -810,28 +810,36 @@ def test_kept_leases() -> None:
         _, (first, second) = reader.try_take()
         second[:1] = b"X"
         assert reader.release()
-        reader.keep_leases()
-        assert [1, 1] == ring.given_up(0, 1)
-        start = ring.layout.arena_offset
-        ring.data[start : start + 2 * PAGE] = b"c" * (2 * PAGE)
+        reader.leave()
+        assert (True, [0, 0]) == (ring.writer.has_left(0), ring.given_up(0, 1))
+        assert 1 == ring.writer.strike(0)
+        del reader, ring.readers[0]
         assert (b"a" * PAGE, b"X" + b"b" * (PAGE - 1)) == (first, second)
-        del first, second
-        assert 2 == ring.writer.given_ups
+        del first
+        assert [1, 0] == ring.given_up(0, 1)
+        del second
+        assert ([1, 1], 2) == (ring.given_up(0, 1), ring.writer.given_ups)
 
 
 @pytest.mark.parametrize("is_released", [False, True])
-def test_last_message_before_a_strike(is_released: bool) -> None:
-    """A message that was taken before its reader was struck gives its blocks up when it ends."""
+@pytest.mark.parametrize("is_over", ["struck", "left"])
+def test_last_message_of_an_attachment(is_over: str, is_released: bool) -> None:
+    """A message that was taken before the end gives its blocks up, released or not."""
     with ring_of(arena_bytes=8 * PAGE) as ring:
         ring.lease()
         reader = ring.readers[0]
         for _ in range(2):
             ring.publish_in_blocks(b"s", b"a" * PAGE)
         taken = reader.try_take()
-        assert 1 == ring.writer.strike(0)
+        if is_over == "struck":
+            assert 1 == ring.writer.strike(0)
         if is_released:
-            assert not reader.release()
-        assert reader.try_take() is None
+            assert (is_over == "left") == reader.release()
+        if is_over == "struck":
+            assert reader.try_take() is None
+        else:
+            reader.leave()
+            assert 1 == ring.writer.strike(0)
         assert [0] == ring.given_up(0)
         assert b"a" * PAGE == taken[1][0]
         del taken
@@ -1389,7 +1397,6 @@ def use_in_child(pipe: Connection, ring: Ring, lock: EndLock) -> None:
         reader.try_take,
         reader.release,
         lambda: reader.wait(0, 1000),
-        reader.keep_leases,
         lambda: reader.lag,
         lambda: reader.is_struck,
         lambda: reader.is_closing,

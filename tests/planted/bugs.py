@@ -223,14 +223,14 @@ BUGS: Final = (
         """
         if not is_dropped:
             self.is_broken = True  # and the block is never given up: its next use would be torn
-        elif not lease.is_given_up and lease.use <= self.released:
+        elif lease.use <= self.released:
             # A message that was not released may be taken again: its blocks stay.
             give_up(self.given_up, self.given_ups, lease.slot, lease.use)
 """,
         """
         if not is_dropped:
             self.is_broken = True
-        elif not lease.is_given_up:
+        else:
             give_up(self.given_up, self.given_ups, lease.slot, lease.use)
 """,
         ("test_leases.py::test_no_memory_in_a_take",),
