@@ -1118,11 +1118,14 @@ cdef class RingWriter(_End):
     cdef uint64_t **sleeps
     cdef uint64_t **given_up_words           # per rank, a word for each slot
     cdef uint64_t **given_ups_words
+    cdef uint64_t **held_uses                # per rank and slot, the use to give up; 0 for none
+    cdef uint64_t *seen_given_ups            # per rank, when no held use was given up
+    cdef int n_slots_used                    # no slot from this one on was ever held
     cdef bint *is_expected
     cdef uint64_t *reserved_bytes            # per chunk
     cdef int64_t look_again_ns
     cdef int damaged_rank
-    cdef uint64_t ended_drafts
+    cdef readonly uint64_t ended_drafts
     cdef Window windows[MOST_WINDOWS]        # kept, since mapping the pages of a new one takes ms
     cdef int next_window
     cdef readonly uint64_t bytes, oob_buffers, oob_bytes
@@ -1137,10 +1140,13 @@ cdef class RingWriter(_End):
         self.sleeps = <uint64_t **>PyMem_Calloc(self.n_readers, sizeof(void *))
         self.given_up_words = <uint64_t **>PyMem_Calloc(self.n_readers, sizeof(void *))
         self.given_ups_words = <uint64_t **>PyMem_Calloc(self.n_readers, sizeof(void *))
+        self.held_uses = <uint64_t **>PyMem_Calloc(self.n_readers, sizeof(void *))
+        self.seen_given_ups = <uint64_t *>PyMem_Calloc(self.n_readers, sizeof(uint64_t))
         self.is_expected = <bint *>PyMem_Calloc(self.n_readers, sizeof(bint))
         self.reserved_bytes = <uint64_t *>PyMem_Calloc(self.n_chunks, sizeof(uint64_t))
         if not (self.cached_cursors and self.cursors and self.sleeps and self.given_up_words
-                and self.given_ups_words and self.is_expected and self.reserved_bytes):
+                and self.given_ups_words and self.held_uses and self.seen_given_ups
+                and self.is_expected and self.reserved_bytes):
             raise MemoryError
         for rank in range(self.n_readers):
             # A rank that has never attached holds the ring at its cursor, which is 0.
@@ -1149,6 +1155,9 @@ cdef class RingWriter(_End):
             self.given_up_words[rank] = <uint64_t *>(
                 self.control + <size_t>self.layout.rank_given_up_offset(rank))
             self.given_ups_words[rank] = self.rank_word(rank, self.layout.given_ups_in_rank)
+            self.held_uses[rank] = <uint64_t *>PyMem_Calloc(self.n_slots, sizeof(uint64_t))
+            if self.held_uses[rank] is NULL:
+                raise MemoryError
 
     def __dealloc__(self):
         cdef int index
@@ -1157,6 +1166,11 @@ cdef class RingWriter(_End):
         PyMem_Free(self.sleeps)
         PyMem_Free(self.given_up_words)
         PyMem_Free(self.given_ups_words)
+        if self.held_uses is not NULL:
+            for index in range(self.n_readers):
+                PyMem_Free(self.held_uses[index])
+        PyMem_Free(self.held_uses)
+        PyMem_Free(self.seen_given_ups)
         PyMem_Free(self.is_expected)
         PyMem_Free(self.reserved_bytes)
         if self.fork_count_at_start == fork_count:  # a forked child has none
@@ -1322,25 +1336,47 @@ cdef class RingWriter(_End):
                 return taken
         return NULL
 
-    @property
-    def given_ups(self):
-        """How often any rank or draft has given up a block."""
+    def hold(self, int slot, uint64_t use, ranks):
+        """Have `given_up_holds` look for these ranks to give up this use of the slot."""
         cdef int rank
-        cdef uint64_t total = self.ended_drafts
-        self._check_not_forked()
-        for rank in range(self.n_readers):
-            # Acquire pairs with the release in give_up: who sees the count sees the words.
-            total += load_acquire(self.given_ups_words[rank])
-        return total
+        for rank in ranks:
+            self._held_use(slot, rank)[0] = use
+        self.n_slots_used = max(self.n_slots_used, slot + 1)
 
-    def given_up(self, int slot, int rank):
-        """The last use of this slot that the rank has given up."""
+    def end_hold(self, int slot, int rank):
+        """Look no more for this rank to give up the slot."""
+        self._held_use(slot, rank)[0] = 0
+
+    cdef inline uint64_t *_held_use(self, int slot, int rank) except NULL:
         self._check_not_forked()
         if not (0 <= slot < <int>self.n_slots and 0 <= rank < self.n_readers):
             raise ValueError(f"there is no slot {slot} of rank {rank}")
-        # Acquire pairs with the release store in Leases._give_up: the reader's last loads from the
-        # block came before it.
-        return load_acquire(&self.given_up_words[rank][slot])
+        return &self.held_uses[rank][slot]
+
+    def given_up_holds(self):
+        """The (slot, rank) of each hold that was given up, until `end_hold` is called for it."""
+        cdef int rank, slot
+        cdef uint64_t given_ups
+        cdef uint64_t *words
+        cdef uint64_t *uses
+        cdef Py_ssize_t n_before
+        self._check_not_forked()
+        holds = []
+        for rank in range(self.n_readers):
+            # Acquire pairs with the release in give_up: the words are as new as the count.
+            given_ups = load_acquire(self.given_ups_words[rank])
+            if given_ups == self.seen_given_ups[rank]:
+                continue
+            n_before = len(holds)
+            words, uses = self.given_up_words[rank], self.held_uses[rank]
+            for slot in range(self.n_slots_used):
+                # Acquire pairs with the release in give_up: the reader's last loads from the block
+                # came before it. Any other number is an earlier use's, or damage.
+                if uses[slot] and load_acquire(&words[slot]) == uses[slot]:
+                    holds.append((slot, rank))
+            if len(holds) == n_before:
+                self.seen_given_ups[rank] = given_ups
+        return holds
 
     def expected_ranks(self):
         """The ranks that a message published now is for."""
@@ -1684,8 +1720,8 @@ cdef class Draft:
 cdef void give_up(uint64_t *given_up, uint64_t *given_ups, uint64_t slot,
                   uint64_t use) noexcept nogil:
     """Say that this rank does not read the slot's block any more."""
-    # Release pairs with the acquire load in RingWriter.given_up. A struck attachment may be late:
-    # then the slot may have had a newer use.
+    # Release pairs with the acquire load in RingWriter.given_up_holds. A struck attachment may be
+    # late: then the slot may have had a newer use.
     raise_to(&given_up[slot], use)
     # An atomic addition: an attachment that was struck may still give blocks up.
     count_up(given_ups)

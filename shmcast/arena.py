@@ -96,7 +96,8 @@ class Arena:
         # Sorted by offset, and never two that touch: (offset, length).
         self._free: list[tuple[int, int]]
         self._free_slots: list[int]
-        self._given_ups_seen = 0
+        self._block_in: dict[int, Block]  # by slot
+        self._ended_drafts_seen = 0
         self._watched: weakref.WeakSet[Process] = weakref.WeakSet()  # those in `Block.disowned`
         self._mend()
 
@@ -126,7 +127,7 @@ class Arena:
         rest = (offset + n_bytes, free_bytes - n_bytes)
         self._free[index : index + 1] = [rest] if rest[1] else []
         block = Block(offset, n_bytes, self._free_slots.pop())
-        self.pending[offset] = block
+        self.pending[offset] = self._block_in[block.slot] = block
         self._is_changing = False
         return block
 
@@ -240,7 +241,9 @@ class Arena:
     def assign(self, blocks: Iterable[Block], use: int, ranks: Iterable[int]) -> None:
         """Record which use the blocks are for, and which ranks have to give them up."""
         self._settle_left()
+        ranks = list(ranks)
         for block in blocks:
+            self._ring.hold(block.slot, use, ranks)
             block.holders.update(ranks)
             block.use = use
 
@@ -259,6 +262,7 @@ class Arena:
         if 0 < block.use <= self._ring.messages:
             self._in_use[block.offset] = block
             self.pending.pop(block.offset, None)
+            self._free_if_unheld(block)
         elif block.draft is None:
             self._give_back(block)
         else:
@@ -278,7 +282,6 @@ class Arena:
                 keeps nothing.
         """
         last_leased = self._ring.strike(rank)
-        self._settle_left()
         self.reclaim()
         for block in list(self._in_use.values()):
             if process is not None and rank in block.holders and block.use <= last_leased:
@@ -300,20 +303,23 @@ class Arena:
 
     def reclaim(self) -> None:
         """Free the blocks that were given up since the last call."""
-        given_ups = self._ring.given_ups
-        if given_ups == self._given_ups_seen:
-            return
+        self._mend()
         self._settle_left()
+        for slot, rank in self._ring.given_up_holds():
+            block = self._block_in.get(slot)
+            if block is not None:
+                block.holders.discard(rank)
+                block.disowned.pop(rank, None)
+                self._free_if_unheld(block)
+            self._ring.end_hold(slot, rank)  # last: a signal may come
+        ended_drafts = self._ring.ended_drafts
+        if ended_drafts == self._ended_drafts_seen:
+            return
         for block in list(self._in_use.values()):
             if block.draft is not None and block.draft() is None:
                 block.holders.discard(_WRITER)
-            for rank in (block.holders | block.disowned.keys()) - {_WRITER}:
-                # Any other value is an earlier use's, or damage.
-                if self._ring.given_up(block.slot, rank) == block.use:
-                    block.holders.discard(rank)
-                    block.disowned.pop(rank, None)
-            self._free_if_unheld(block)
-        self._given_ups_seen = given_ups
+                self._free_if_unheld(block)
+        self._ended_drafts_seen = ended_drafts
 
     def _free_if_unheld(self, block: Block) -> None:
         if not (block.holders or block.disowned) and block.offset not in self.pending:
@@ -340,6 +346,7 @@ class Arena:
         self._is_changing = True
         self._in_use.pop(block.offset, None)
         self.pending.pop(block.offset, None)
+        self._block_in.pop(block.slot, None)
         self._free_slots.append(block.slot)
         offset, length = block.offset, block.n_bytes
         index = bisect.bisect(self._free, (offset, 0))
@@ -361,6 +368,7 @@ class Arena:
         ends = [*(block.offset for block in blocks), self._layout.data_bytes]
         gaps = zip(starts, ends, strict=True)
         self._free = [(start, end - start) for start, end in gaps if end > start]
-        slots = set(range(self._layout.n_slots)) - {block.slot for block in blocks}
+        self._block_in = {block.slot: block for block in blocks}
+        slots = set(range(self._layout.n_slots)) - self._block_in.keys()
         self._free_slots = sorted(slots, reverse=True)
         self._is_changing = False
