@@ -1640,6 +1640,7 @@ cdef class Draft:
     cdef Py_ssize_t n_bytes
     cdef readonly uint64_t offset            # of the block in the data file
     cdef readonly int is_detached
+    cdef bint is_private                     # every page of it, since a fork
     cdef unsigned long fork_count_at_start
 
     def __cinit__(self, RingWriter ring not None, uint64_t offset, Py_ssize_t n_bytes):
@@ -1695,7 +1696,9 @@ cdef class Draft:
     cdef void before_fork(self) noexcept:
         """Prepare what a forked child is to see. Without memory for it, it sees nothing."""
         if self.is_detached:
-            make_private(self.memory, self.mapped_bytes)
+            if not self.is_private:  # a page stays private: the next children share it
+                make_private(self.memory, self.mapped_bytes)
+                self.is_private = True
             return
         if self.fork_count_at_start != fork_count:
             return  # this child sees nothing itself
@@ -1713,7 +1716,7 @@ cdef class Draft:
             unmap(self.snapshot, self.mapped_bytes)
         else:
             move_to(self.snapshot, self.memory, self.mapped_bytes)
-            self.is_detached = True
+            self.is_detached = self.is_private = True
         self.snapshot = NULL
 
 
@@ -1742,7 +1745,7 @@ cdef class Lease:
     cdef char *address
     cdef size_t n_bytes
     cdef uint64_t slot, use
-    cdef bint is_inherited
+    cdef bint is_inherited                   # and every page of it private
 
     def __getbuffer__(self, Py_buffer *view, int flags):
         PyBuffer_FillInfo(view, self, self.address, <Py_ssize_t>self.n_bytes, False, flags)
@@ -1842,10 +1845,11 @@ cdef class Leases:
         cdef Lease lease
         while link is not NULL:
             lease = <Lease>link.owner
-            # Not without the GIL: a lease that is taken or ends meanwhile would be missed.
-            make_private(lease.address, lease.n_bytes)
-            set_inherited(lease.address, lease.n_bytes, True)
-            lease.is_inherited = True
+            if not lease.is_inherited:  # a page stays private: the next children share it
+                # Not without the GIL: a lease that is taken or ends meanwhile would be missed.
+                make_private(lease.address, lease.n_bytes)
+                set_inherited(lease.address, lease.n_bytes, True)
+                lease.is_inherited = True
             link = link.next
 
 

@@ -474,6 +474,49 @@ def fork(function: Callable[[], object]) -> Callable[[], None]:
     return join
 
 
+def proportional_kib(pids: list[int]) -> int:
+    """The memory of these processes together that is no file's."""
+    return sum(
+        int(line.split()[1])
+        for pid in pids
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        if line.startswith("Pss_Anon:")
+    )
+
+
+def test_children_share_one_copy(make_queue: MakeQueue) -> None:
+    """However many children are forked, what was received before is copied once."""
+    n_bytes = 32 * MIB
+    queue, (reader,) = make_queue(arena_bytes="64 MiB")
+    draft = queue.empty((n_bytes // 8,), torch.int64)
+    draft.copy_(tensor_of(1, n_bytes))
+    queue.enqueue(draft)
+    kept = [draft, reader.dequeue(PATIENCE_S)]
+    gc.collect()
+    go_on = os.pipe()
+    before = proportional_kib([os.getpid()])
+    pids = []
+    try:
+        for _ in range(4):
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                try:
+                    os.read(go_on[0], 1)
+                    for tensor in kept:
+                        check(tensor, 1)
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+        grown = proportional_kib([os.getpid(), *pids]) - before
+        assert grown < (len(kept) + 1) * n_bytes // 1024
+    finally:
+        os.write(go_on[1], b"." * len(pids))
+        statuses = [os.waitpid(pid, 0)[1] for pid in pids]
+        for descriptor in go_on:
+            os.close(descriptor)
+    assert [0] * 4 == statuses
+
+
 @pytest.mark.parametrize("is_closed", [False, True], ids=["open", "closed"])
 def test_fork(make_queue: MakeQueue, is_closed: bool) -> None:
     """Parent and forked child each keep what they had, whatever the other one writes or drops."""
