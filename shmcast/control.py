@@ -84,6 +84,7 @@ _SILENCE_S: Final = 5.0  # an accepted connection that makes no claim for this l
 _UNLOCKED_S: Final = 1.0  # a process may be seen without its lock for this long while it dies
 _MAPS_PAUSE_S: Final = 1.0  # between two looks at a process's mappings: each may take milliseconds
 _BACKLOG: Final = 64
+_NONCE_BYTES: Final = 8
 _PF_EXITING: Final = 0x4  # linux/sched.h, in the flags of /proc/PID/stat
 _SO_PEERPIDFD: Final = 77  # Linux 6.5; not in `socket` (asm-generic/socket.h)
 _F_LOCK: Final = struct.Struct("hhqqi4x")
@@ -404,16 +405,31 @@ def _send(
     return True
 
 
+def _send_file(connection: socket.socket, nonce: int, descriptor: int, last_nonce: int) -> bool:
+    """
+    Send the file of a message; False if that would have to wait.
+
+    Args:
+        connection: to a reader.
+        nonce: the number of this attempt to publish the message; they only grow.
+        descriptor: the file's.
+        last_nonce: the number of the last attempt that succeeded. Those between the two timed out,
+            so the reader drops what it has of them.
+    """
+    body = last_nonce.to_bytes(_NONCE_BYTES, "little")
+    return _send(connection, _FILE, number=nonce, body=body, descriptors=(descriptor,))
+
+
 class _Gone(Exception):
     """The connection has ended."""
 
 
 class _NoDescriptors(Exception):
-    """A frame came whose descriptors this process had no room for; `number` is the frame's."""
+    """A frame came whose descriptors this process had no room for."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
+    def __init__(self, frame: _Frame) -> None:
+        super().__init__(frame)
+        self.frame = frame
 
 
 def _receive_raw(
@@ -447,7 +463,7 @@ def _receive(connection: socket.socket, most_descriptors: int) -> _Frame | None:
 
     Raises:
         _Gone: the connection has ended.
-        _NoDescriptors: this process is out of descriptors; the frame is lost.
+        _NoDescriptors: this process is out of descriptors; the frame's are lost.
         ProtocolError: something else than a frame came.
     """
     try:
@@ -465,7 +481,7 @@ def _receive(connection: socket.socket, most_descriptors: int) -> _Frame | None:
         if magic != _MAGIC:
             raise ProtocolError(f"no shmcast peer of this version: its frame starts with {magic!r}")
         if flags & socket.MSG_CTRUNC:
-            raise _NoDescriptors(number)
+            raise _NoDescriptors(_Frame(kind, rank, number, data[_FRAME.size :], ()))
     except BaseException:
         for descriptor in received:
             os.close(descriptor)
@@ -581,6 +597,7 @@ class WriterControl:
     failed_attempts: dict[int, FailedAttempt] = attrs.field(init=False, factory=dict)
     _never_admitted: set[int] = attrs.field(init=False)
     _kept_files: dict[int, int] = attrs.field(init=False, factory=dict)  # nonce → descriptor
+    _last_nonce: int = attrs.field(init=False, default=0)  # of the last file that was published
     _connections: dict[int, _Connection] = attrs.field(init=False, factory=dict)
     #: The processes of attachments that are over, while there are blocks that they keep.
     _past: weakref.WeakSet[Process] = attrs.field(init=False, factory=weakref.WeakSet)
@@ -875,9 +892,7 @@ class WriterControl:
         is_first = holder.rank in self._never_admitted
         if is_first:
             for nonce, descriptor in list(self._kept_files.items())[holder.n_files_sent :]:
-                if not _send(
-                    holder.connection.socket, _FILE, number=nonce, descriptors=(descriptor,)
-                ):
+                if not _send_file(holder.connection.socket, nonce, descriptor, nonce - 1):
                     return False
                 holder.n_files_sent += 1
         # The cursor is set before the reader learns where to start: from then on it is its own.
@@ -933,9 +948,7 @@ class WriterControl:
             if holder in done:
                 continue
             try:
-                if not _send(
-                    holder.connection.socket, _FILE, number=nonce, descriptors=(descriptor,)
-                ):
+                if not _send_file(holder.connection.socket, nonce, descriptor, self._last_nonce):
                     return False
             except OSError as error:
                 if is_foreign(error):
@@ -945,7 +958,12 @@ class WriterControl:
         return True
 
     def keep_file(self, nonce: int, descriptor: int) -> None:
-        """Keep a published message's file for the ranks that have never attached; owns it now."""
+        """
+        Keep a message's file for the ranks that have never attached; owns it now.
+
+        The message is published next.
+        """
+        self._last_nonce = nonce
         if self._never_admitted:
             self._kept_files[nonce] = descriptor
         else:
@@ -1166,7 +1184,7 @@ class ReaderControl:
             self.epoch, self.offered = frame.number, (data, control)
             return
         if frame.kind == _FILE and n_descriptors == 1:
-            self._files.append((frame.number, frame.descriptors[0]))
+            self._add_file(frame)
             return
         frame.close_descriptors()
         if frame.kind == _ADMISSION and self._holds_byte:
@@ -1193,14 +1211,26 @@ class ReaderControl:
             except (_Gone, OSError):
                 return  # what is missing is said by the message that misses it
             except _NoDescriptors as cut:
-                self._files.append((cut.number, None))
+                self._add_file(cut.frame)
                 continue
             if frame is None:
                 return
             if frame.kind == _FILE and len(frame.descriptors) == 1:
-                self._files.append((frame.number, frame.descriptors[0]))
+                self._add_file(frame)
             else:
                 frame.close_descriptors()
+
+    def _add_file(self, frame: _Frame) -> None:
+        """Put a file behind those before it, less those of attempts that timed out."""
+        last_nonce = int.from_bytes(frame.body[:_NONCE_BYTES], "little")
+        while self._files and self._files[-1][0] > last_nonce:
+            self._close_file(self._files.pop()[1])
+        descriptor = frame.descriptors[0] if frame.descriptors else None  # there was no room for it
+        self._files.append((frame.number, descriptor))
+
+    def _close_file(self, descriptor: int | None) -> None:
+        if descriptor is not None:
+            os.close(descriptor)
 
     def take_file(self, nonce: int) -> int:
         """
@@ -1218,9 +1248,8 @@ class ReaderControl:
             number, descriptor = self._files.popleft()
             if number == nonce and descriptor is not None:
                 return descriptor
-            if descriptor is not None:
-                os.close(descriptor)
-            elif number == nonce:
+            self._close_file(descriptor)
+            if number == nonce:
                 raise ShmcastError(
                     f"{self._me} lost a message: no room for its descriptor (RLIMIT_NOFILE)"
                 )
@@ -1274,6 +1303,4 @@ class ReaderControl:
         for descriptor in offered or ():
             os.close(descriptor)
         while self._files:
-            _, file = self._files.popleft()
-            if file is not None:
-                os.close(file)
+            self._close_file(self._files.popleft()[1])

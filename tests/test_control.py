@@ -943,6 +943,7 @@ def test_full_socket(host: Host) -> None:
     n_sent = 0
     while host.writer.send_file(n_sent + 1, descriptor, done):
         n_sent += 1
+        host.writer.keep_file(n_sent, os.dup(descriptor))
         done.clear()
         assert n_sent < 1000
     assert [0] == [holder.rank for holder in done]
@@ -963,6 +964,30 @@ def test_file_to_a_reader_that_has_gone(host: Host) -> None:
     assert b"message 1" == content_of(reader.take_file(1))
     with pytest.raises(ProtocolError, match="its file did not come"):
         gone.take_file(1)
+
+
+def test_attempts_that_time_out_do_not_pile_up(host: Host) -> None:
+    """A reader that waits has each published file, and of the attempts since then only one."""
+    reader = host.attach(0)
+    host.attach(1)
+    before = open_files()
+    nonce = 0
+    for n_published in range(3):
+        for _ in range(300):
+            nonce += 1
+            descriptor = memory_file()
+            assert host.writer.send_file(nonce, descriptor, set())
+            os.close(descriptor)
+            for other in host.readers:
+                other.collect_files()
+        assert 2 * (n_published + 1) == len(newly_open(before))
+        nonce += 1
+        send(host, nonce)
+    for other in host.readers:
+        other.collect_files()
+    assert 2 * 3 == len(newly_open(before))
+    for number in (301, 602, 903):
+        assert b"message %d" % number == content_of(reader.take_file(number))
 
 
 def test_no_room_for_a_file(host: Host) -> None:
