@@ -30,6 +30,16 @@ static inline void store_relaxed(uint64_t *word, uint64_t value) {
     __atomic_store_n(word, value, __ATOMIC_RELAXED);
 }
 
+/* Stores the value, unless the word is larger already, also where several processes do so; pairs with
+ * load_acquire. */
+static inline void raise_to(uint64_t *word, uint64_t value) {
+    uint64_t seen = __atomic_load_n(word, __ATOMIC_RELAXED);
+    while (seen < value
+           && !__atomic_compare_exchange_n(word, &seen, value, 1, __ATOMIC_RELEASE,
+                                           __ATOMIC_RELAXED))
+        ;
+}
+
 /* Adds 1, also where several processes do so; pairs with load_acquire. */
 static inline void count_up(uint64_t *word) {
     __atomic_fetch_add(word, 1, __ATOMIC_RELEASE);

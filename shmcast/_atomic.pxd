@@ -8,6 +8,7 @@ cdef extern from "_atomic.h" nogil:
     void store_release(uint64_t *word, uint64_t value) noexcept
     uint64_t load_relaxed(const uint64_t *word) noexcept
     void store_relaxed(uint64_t *word, uint64_t value) noexcept
+    void raise_to(uint64_t *word, uint64_t value) noexcept
     void count_up(uint64_t *word) noexcept
     void fence_full() noexcept
     void fence_acquire() noexcept

@@ -39,8 +39,8 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
 from shmcast._atomic cimport (
-    count_up, fence_acquire, fence_full, load_acquire, load_relaxed, pause_polling, store_relaxed,
-    store_release, word_bump, word_load_acquire,
+    count_up, fence_acquire, fence_full, load_acquire, load_relaxed, pause_polling, raise_to,
+    store_relaxed, store_release, word_bump, word_load_acquire,
 )
 
 import mmap
@@ -297,7 +297,7 @@ cdef void at_fork(int moment) noexcept:
     """Let a forked child keep what it sees; the GIL is held from the first moment to the last."""
     cdef Link *link = newest_leases
     while link is not NULL and moment == BEFORE_FORK:
-        (<Leases>link.owner).keep(False)
+        (<Leases>link.owner).keep()
         link = link.next
     link = newest_draft
     while link is not NULL:
@@ -1118,11 +1118,14 @@ cdef class RingWriter(_End):
     cdef uint64_t **sleeps
     cdef uint64_t **given_up_words           # per rank, a word for each slot
     cdef uint64_t **given_ups_words
+    cdef uint64_t **held_uses                # per rank and slot, the use to give up; 0 for none
+    cdef uint64_t *seen_given_ups            # per rank, when no held use was given up
+    cdef int n_slots_used                    # no slot from this one on was ever held
     cdef bint *is_expected
     cdef uint64_t *reserved_bytes            # per chunk
     cdef int64_t look_again_ns
     cdef int damaged_rank
-    cdef uint64_t ended_drafts
+    cdef readonly uint64_t ended_drafts
     cdef Window windows[MOST_WINDOWS]        # kept, since mapping the pages of a new one takes ms
     cdef int next_window
     cdef readonly uint64_t bytes, oob_buffers, oob_bytes
@@ -1137,10 +1140,13 @@ cdef class RingWriter(_End):
         self.sleeps = <uint64_t **>PyMem_Calloc(self.n_readers, sizeof(void *))
         self.given_up_words = <uint64_t **>PyMem_Calloc(self.n_readers, sizeof(void *))
         self.given_ups_words = <uint64_t **>PyMem_Calloc(self.n_readers, sizeof(void *))
+        self.held_uses = <uint64_t **>PyMem_Calloc(self.n_readers, sizeof(void *))
+        self.seen_given_ups = <uint64_t *>PyMem_Calloc(self.n_readers, sizeof(uint64_t))
         self.is_expected = <bint *>PyMem_Calloc(self.n_readers, sizeof(bint))
         self.reserved_bytes = <uint64_t *>PyMem_Calloc(self.n_chunks, sizeof(uint64_t))
         if not (self.cached_cursors and self.cursors and self.sleeps and self.given_up_words
-                and self.given_ups_words and self.is_expected and self.reserved_bytes):
+                and self.given_ups_words and self.held_uses and self.seen_given_ups
+                and self.is_expected and self.reserved_bytes):
             raise MemoryError
         for rank in range(self.n_readers):
             # A rank that has never attached holds the ring at its cursor, which is 0.
@@ -1149,6 +1155,9 @@ cdef class RingWriter(_End):
             self.given_up_words[rank] = <uint64_t *>(
                 self.control + <size_t>self.layout.rank_given_up_offset(rank))
             self.given_ups_words[rank] = self.rank_word(rank, self.layout.given_ups_in_rank)
+            self.held_uses[rank] = <uint64_t *>PyMem_Calloc(self.n_slots, sizeof(uint64_t))
+            if self.held_uses[rank] is NULL:
+                raise MemoryError
 
     def __dealloc__(self):
         cdef int index
@@ -1157,6 +1166,11 @@ cdef class RingWriter(_End):
         PyMem_Free(self.sleeps)
         PyMem_Free(self.given_up_words)
         PyMem_Free(self.given_ups_words)
+        if self.held_uses is not NULL:
+            for index in range(self.n_readers):
+                PyMem_Free(self.held_uses[index])
+        PyMem_Free(self.held_uses)
+        PyMem_Free(self.seen_given_ups)
         PyMem_Free(self.is_expected)
         PyMem_Free(self.reserved_bytes)
         if self.fork_count_at_start == fork_count:  # a forked child has none
@@ -1322,25 +1336,47 @@ cdef class RingWriter(_End):
                 return taken
         return NULL
 
-    @property
-    def given_ups(self):
-        """How often any rank or draft has given up a block."""
+    def hold(self, int slot, uint64_t use, ranks):
+        """Have `given_up_holds` look for these ranks to give up this use of the slot."""
         cdef int rank
-        cdef uint64_t total = self.ended_drafts
-        self._check_not_forked()
-        for rank in range(self.n_readers):
-            # Acquire pairs with the release in give_up: who sees the count sees the words.
-            total += load_acquire(self.given_ups_words[rank])
-        return total
+        for rank in ranks:
+            self._held_use(slot, rank)[0] = use
+        self.n_slots_used = max(self.n_slots_used, slot + 1)
 
-    def given_up(self, int slot, int rank):
-        """The last use of this slot that the rank has given up."""
+    def end_hold(self, int slot, int rank):
+        """Look no more for this rank to give up the slot."""
+        self._held_use(slot, rank)[0] = 0
+
+    cdef inline uint64_t *_held_use(self, int slot, int rank) except NULL:
         self._check_not_forked()
         if not (0 <= slot < <int>self.n_slots and 0 <= rank < self.n_readers):
             raise ValueError(f"there is no slot {slot} of rank {rank}")
-        # Acquire pairs with the release store in Leases._give_up: the reader's last loads from the
-        # block came before it.
-        return load_acquire(&self.given_up_words[rank][slot])
+        return &self.held_uses[rank][slot]
+
+    def given_up_holds(self):
+        """The (slot, rank) of each hold that was given up, until `end_hold` is called for it."""
+        cdef int rank, slot
+        cdef uint64_t given_ups
+        cdef uint64_t *words
+        cdef uint64_t *uses
+        cdef Py_ssize_t n_before
+        self._check_not_forked()
+        holds = []
+        for rank in range(self.n_readers):
+            # Acquire pairs with the release in give_up: the words are as new as the count.
+            given_ups = load_acquire(self.given_ups_words[rank])
+            if given_ups == self.seen_given_ups[rank]:
+                continue
+            n_before = len(holds)
+            words, uses = self.given_up_words[rank], self.held_uses[rank]
+            for slot in range(self.n_slots_used):
+                # Acquire pairs with the release in give_up: the reader's last loads from the block
+                # came before it. Any other number is an earlier use's, or damage.
+                if uses[slot] and load_acquire(&words[slot]) == uses[slot]:
+                    holds.append((slot, rank))
+            if len(holds) == n_before:
+                self.seen_given_ups[rank] = given_ups
+        return holds
 
     def expected_ranks(self):
         """The ranks that a message published now is for."""
@@ -1476,10 +1512,15 @@ cdef class RingWriter(_End):
         return start
 
     def strike(self, int rank):
-        """Never wait for the rank's present attachment again; its epoch ends with it."""
+        """
+        Never wait for the rank's present attachment again; its epoch ends with it.
+
+        Returns the last use that it may have leased.
+        """
         self.new_epoch(rank)
         # The epoch is stored before any chunk that this reader has not released is written again:
-        # pairs with the acquire fence in RingReader.try_take.
+        # pairs with the acquire fence in RingReader.try_take. And before the load of what it has
+        # leased: pairs with the fence in RingReader._parts.
         fence_full()
         self.cursors[rank] = NULL
         store_relaxed(self.sleeps[rank], 0)  # a reader that was killed asleep left its mark
@@ -1491,6 +1532,7 @@ cdef class RingWriter(_End):
         self._refresh()
         word_bump(self.readers_word)
         wake_all(self.readers_word)  # it may be alive and asleep
+        return load_acquire(self.rank_word(rank, self.layout.leased_in_rank))
 
     def new_epoch(self, int rank):
         """Begin the rank's next epoch; returns its number. Every earlier attachment is over."""
@@ -1598,6 +1640,7 @@ cdef class Draft:
     cdef Py_ssize_t n_bytes
     cdef readonly uint64_t offset            # of the block in the data file
     cdef readonly int is_detached
+    cdef bint is_private                     # every page of it, since a fork
     cdef unsigned long fork_count_at_start
 
     def __cinit__(self, RingWriter ring not None, uint64_t offset, Py_ssize_t n_bytes):
@@ -1653,7 +1696,9 @@ cdef class Draft:
     cdef void before_fork(self) noexcept:
         """Prepare what a forked child is to see. Without memory for it, it sees nothing."""
         if self.is_detached:
-            make_private(self.memory, self.mapped_bytes)
+            if not self.is_private:  # a page stays private: the next children share it
+                make_private(self.memory, self.mapped_bytes)
+                self.is_private = True
             return
         if self.fork_count_at_start != fork_count:
             return  # this child sees nothing itself
@@ -1671,15 +1716,16 @@ cdef class Draft:
             unmap(self.snapshot, self.mapped_bytes)
         else:
             move_to(self.snapshot, self.memory, self.mapped_bytes)
-            self.is_detached = True
+            self.is_detached = self.is_private = True
         self.snapshot = NULL
 
 
 cdef void give_up(uint64_t *given_up, uint64_t *given_ups, uint64_t slot,
                   uint64_t use) noexcept nogil:
     """Say that this rank does not read the slot's block any more."""
-    # Release pairs with the acquire load in RingWriter.given_up.
-    store_release(&given_up[slot], use)
+    # Release pairs with the acquire load in RingWriter.given_up_holds. A struck attachment may be
+    # late: then the slot may have had a newer use.
+    raise_to(&given_up[slot], use)
     # An atomic addition: an attachment that was struck may still give blocks up.
     count_up(given_ups)
 
@@ -1699,7 +1745,7 @@ cdef class Lease:
     cdef char *address
     cdef size_t n_bytes
     cdef uint64_t slot, use
-    cdef bint is_given_up, is_inherited
+    cdef bint is_inherited                   # and every page of it private
 
     def __getbuffer__(self, Py_buffer *view, int flags):
         PyBuffer_FillInfo(view, self, self.address, <Py_ssize_t>self.n_bytes, False, flags)
@@ -1728,7 +1774,7 @@ cdef class Leases:
     cdef object pins                         # the mappings that the words below lie in
     cdef uint64_t *given_up
     cdef uint64_t *given_ups
-    cdef uint64_t released                   # the reader's cursor
+    cdef uint64_t released                   # how many messages will not be taken again
     cdef bint is_broken                      # pages could not be dropped
     cdef unsigned long fork_count_at_start
 
@@ -1783,30 +1829,27 @@ cdef class Leases:
             if lease.is_inherited:
                 unmap(lease.address, whole_pages(lease.n_bytes))
             return
+        if lease.is_inherited:  # with the GIL, or a child forked meanwhile would have it for ever
+            set_inherited(lease.address, lease.n_bytes, False)
         with nogil:
             is_dropped = drop_private_pages(lease.address, lease.n_bytes)
-            if lease.is_inherited:
-                set_inherited(lease.address, lease.n_bytes, False)
         if not is_dropped:
             self.is_broken = True  # and the block is never given up: its next use would be torn
-        elif not lease.is_given_up and lease.use <= self.released:
+        elif lease.use <= self.released:
             # A message that was not released may be taken again: its blocks stay.
             give_up(self.given_up, self.given_ups, lease.slot, lease.use)
 
-    cdef void keep(self, bint for_good) noexcept:
-        """Make every page of every lease private: for forked children, or to give the blocks up."""
+    cdef void keep(self) noexcept:
+        """Make every page of every lease private, for forked children."""
         cdef Link *link = self.newest
         cdef Lease lease
         while link is not NULL:
             lease = <Lease>link.owner
-            # Not without the GIL: a lease that is taken or ends meanwhile would be missed.
-            make_private(lease.address, lease.n_bytes)
-            set_inherited(lease.address, lease.n_bytes, True)
-            lease.is_inherited = True
-            if for_good and not lease.is_given_up:
-                lease.is_given_up = True
-                if lease.use <= self.released:
-                    give_up(self.given_up, self.given_ups, lease.slot, lease.use)
+            if not lease.is_inherited:  # a page stays private: the next children share it
+                # Not without the GIL: a lease that is taken or ends meanwhile would be missed.
+                make_private(lease.address, lease.n_bytes)
+                set_inherited(lease.address, lease.n_bytes, True)
+                lease.is_inherited = True
             link = link.next
 
 
@@ -1820,6 +1863,7 @@ cdef class RingReader(_End):
     cdef uint64_t *cursor_word
     cdef uint64_t *sleeps_word
     cdef uint64_t *left_word
+    cdef uint64_t *leased_word
     cdef uint64_t taken_bytes, taken_oob_buffers, taken_oob_bytes   # of the message not released
     cdef object taken                        # what was taken of it, if that holds leases
     cdef uint64_t *given_up                  # a word for each slot
@@ -1837,6 +1881,7 @@ cdef class RingReader(_End):
         self.cursor_word = self.rank_word(rank, self.layout.cursor_in_rank)
         self.sleeps_word = self.rank_word(rank, self.layout.sleeps_in_rank)
         self.left_word = self.rank_word(rank, self.layout.left_in_rank)
+        self.leased_word = self.rank_word(rank, self.layout.leased_in_rank)
 
     def begin(self, uint64_t start):
         """Begin with message number `start`, which the writer has told."""
@@ -1855,12 +1900,6 @@ cdef class RingReader(_End):
         leases.released = self.cursor
         self.leases = leases
         return True
-
-    def keep_leases(self):
-        """Make what is leased private for good, and give the blocks up: the last thing to do."""
-        self._check_not_forked()
-        if self.leases is not None:
-            self.leases.keep(True)
 
     cdef inline uint64_t _available(self) noexcept nogil:
         # Acquire pairs with the release store in RingWriter._publish.
@@ -1884,7 +1923,10 @@ cdef class RingReader(_End):
         cdef ImageHeader header
         cdef const char *chunk
         self._check_not_forked()
-        if load_relaxed(&self.is_stopped) or self._is_struck():
+        if load_relaxed(&self.is_stopped):
+            return None
+        if self._is_struck():
+            self._end_taken()
             return None
         available = self._available()
         if available == 0:
@@ -1897,7 +1939,7 @@ cdef class RingReader(_End):
             return self._damaged(f"number {header.sequence} instead of {self.cursor}")
         if self.taken is not None:
             # A second set of leases would give the blocks up while the first is in use.
-            return None if self._is_struck() else self.taken
+            return self._unless_struck(self.taken)
         self.taken_bytes = self.taken_oob_buffers = self.taken_oob_bytes = 0
         if header.kind == KIND_FILE:
             taken = header.stream_bytes
@@ -1911,7 +1953,19 @@ cdef class RingReader(_End):
         # the fence in RingWriter.strike. Without it what was taken may be torn, since the writer
         # does not wait for this reader.
         fence_acquire()
-        return None if self._is_struck() else taken
+        return self._unless_struck(taken)
+
+    cdef object _unless_struck(self, taken):
+        if not self._is_struck():
+            return taken
+        self._end_taken()
+        return None
+
+    cdef void _end_taken(self) noexcept:
+        """The message at the cursor is not taken again: its leases end like those before it."""
+        if self.leases is not None:
+            self.leases.released = self.cursor + 1
+        self.taken = None
 
     cdef inline bint _is_struck(self) noexcept nogil:
         return load_acquire(self.own_epoch_word) != self.epoch
@@ -1943,6 +1997,11 @@ cdef class RingReader(_End):
         if spans is None or (is_in_block and header.slot in spans):
             return self._damaged("two buffers with one slot")
         is_leased = self._can_lease()
+        if is_leased:
+            raise_to(self.leased_word, self.cursor + 1)
+            # This fence and the one in RingWriter.strike: either the writer sees this word, or this
+            # reader's next look at the epoch shows that it was struck.
+            fence_full()
         self.copied_slots = [] if is_leased else list(spans)
         offset, length, _ = ranges[0]
         self.taken_bytes = length
@@ -2007,6 +2066,7 @@ cdef class RingReader(_End):
         """
         self._check_not_forked()
         if self._is_struck():
+            self._end_taken()
             return False
         self.cursor += 1
         self.messages += 1
@@ -2023,7 +2083,7 @@ cdef class RingReader(_End):
         self._give_back()
         return True
 
-    cdef void _give_back(self) noexcept nogil:
+    cdef inline void _give_back(self) noexcept nogil:
         # Release pairs with the acquire load in RingWriter._refresh.
         store_release(self.cursor_word, self.cursor)
         # This fence and the one in RingWriter._sleep_for_space.
@@ -2151,8 +2211,15 @@ cdef class RingReader(_End):
             self._mark(&self.is_nudged, self.readers_word)
 
     def leave(self):
-        """Tell the writer not to wait for this attachment any more. Nothing may follow."""
+        """
+        Tell the writer not to wait for this attachment any more. Nothing may follow.
+
+        A lease that is alive lasts, and gives its block up when it ends.
+        """
         self._check_not_forked()
-        store_release(self.left_word, self.epoch)
+        self._end_taken()
+        # Release pairs with the acquire load in RingWriter.has_left. An attachment that was struck
+        # may be late: then a newer one may have left.
+        raise_to(self.left_word, self.epoch)
         with nogil:
             self._wake_writer()

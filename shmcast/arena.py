@@ -1,7 +1,7 @@
 """
 Which block of the arena a buffer gets, and when it is free again. Only the writer allocates.
 
-A block is free when every rank that was to read it has given it up or is no longer waited for.
+A block is free when every rank that was to read it has given it up or can't have it any more.
 Lower addresses go first: their pages are reserved and warm; each fresh page costs a fault.
 """
 
@@ -11,13 +11,16 @@ import bisect
 import mmap
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
 from shmcast._ring import BUFFER_ALIGNMENT, Draft, RingWriter, address_of, new_bytearray
 from shmcast.errors import MessageTooLarge
 from shmcast.layout import Layout, round_up
+
+if TYPE_CHECKING:
+    from shmcast.control import Process
 
 __all__ = ["LEAST_BLOCK_BYTES", "LEAST_SHARED_BYTES", "Arena", "Block", "Places"]
 
@@ -52,8 +55,8 @@ class Block:
         slot: its place in the table of given-up words.
         use: the number of its message + 1; 0 before there is one.
         holders: the ranks that have not given it up; `_WRITER` while there is a draft.
-        disowned: ranks that have not either, of attachments that nobody waits for any more, but
-            whose process may be alive.
+        disowned: the ranks that were struck while they may have had a lease of it, each with the
+            process that has it.
         draft: the memory of the writer's tensor that lies in it.
     """
 
@@ -62,7 +65,7 @@ class Block:
     slot: int
     use: int = 0
     holders: set[int] = attrs.field(factory=set)
-    disowned: set[int] = attrs.field(factory=set)
+    disowned: dict[int, Process] = attrs.field(factory=dict)
     draft: weakref.ref[Draft] | None = None
 
 
@@ -93,7 +96,9 @@ class Arena:
         # Sorted by offset, and never two that touch: (offset, length).
         self._free: list[tuple[int, int]]
         self._free_slots: list[int]
-        self._given_ups_seen = 0
+        self._block_in: dict[int, Block]  # by slot
+        self._ended_drafts_seen = 0
+        self._watched: weakref.WeakSet[Process] = weakref.WeakSet()  # those in `Block.disowned`
         self._mend()
 
     @property
@@ -122,7 +127,7 @@ class Arena:
         rest = (offset + n_bytes, free_bytes - n_bytes)
         self._free[index : index + 1] = [rest] if rest[1] else []
         block = Block(offset, n_bytes, self._free_slots.pop())
-        self.pending[offset] = block
+        self.pending[offset] = self._block_in[block.slot] = block
         self._is_changing = False
         return block
 
@@ -236,7 +241,9 @@ class Arena:
     def assign(self, blocks: Iterable[Block], use: int, ranks: Iterable[int]) -> None:
         """Record which use the blocks are for, and which ranks have to give them up."""
         self._settle_left()
+        ranks = list(ranks)
         for block in blocks:
+            self._ring.hold(block.slot, use, ranks)
             block.holders.update(ranks)
             block.use = use
 
@@ -255,6 +262,7 @@ class Arena:
         if 0 < block.use <= self._ring.messages:
             self._in_use[block.offset] = block
             self.pending.pop(block.offset, None)
+            self._free_if_unheld(block)
         elif block.draft is None:
             self._give_back(block)
         else:
@@ -264,41 +272,54 @@ class Arena:
             self.pending.pop(block.offset, None)
             self._free_if_unheld(block)
 
-    def strike(self, rank: int) -> None:
-        """Stop waiting for a rank, in the ring and for the blocks that it holds."""
-        self._ring.strike(rank)
-        self._settle_left()
+    def strike(self, rank: int, process: Process | None = None) -> None:
+        """
+        Stop waiting for a rank, in the ring and for the blocks that it holds.
+
+        Args:
+            rank: the rank.
+            process: the process of its attachment, which keeps what it may have leased; None if it
+                keeps nothing.
+        """
+        last_leased = self._ring.strike(rank)
+        self.reclaim()
         for block in list(self._in_use.values()):
+            if process is not None and rank in block.holders and block.use <= last_leased:
+                self._watched.add(process)
+                block.disowned[rank] = process  # before the next line: a signal may come
             block.holders.discard(rank)
             self._free_if_unheld(block)
 
-    def disown(self, rank: int) -> None:
-        """
-        Keep what a rank holds although it is struck next, since its process may be alive.
-
-        What it never gives up is lost: this happens only to programs that break the queue.
-        """
-        self._settle_left()
-        for block in list(self._in_use.values()):
-            if rank in block.holders:
-                block.disowned.add(rank)
+    def strike_ended(self) -> None:
+        """Free what struck ranks keep, where their process can't touch it any more."""
+        for process in list(self._watched):
+            if process.may_touch():
+                continue
+            for block in list(self._in_use.values()):
+                for rank in [rank for rank, own in block.disowned.items() if own is process]:
+                    del block.disowned[rank]
+                self._free_if_unheld(block)
+            self._watched.discard(process)
 
     def reclaim(self) -> None:
         """Free the blocks that were given up since the last call."""
-        given_ups = self._ring.given_ups
-        if given_ups == self._given_ups_seen:
-            return
+        self._mend()
         self._settle_left()
+        for slot, rank in self._ring.given_up_holds():
+            block = self._block_in.get(slot)
+            if block is not None:
+                block.holders.discard(rank)
+                block.disowned.pop(rank, None)
+                self._free_if_unheld(block)
+            self._ring.end_hold(slot, rank)  # last: a signal may come
+        ended_drafts = self._ring.ended_drafts
+        if ended_drafts == self._ended_drafts_seen:
+            return
         for block in list(self._in_use.values()):
             if block.draft is not None and block.draft() is None:
                 block.holders.discard(_WRITER)
-            for rank in (block.holders | block.disowned) - {_WRITER}:
-                # Any other value is an earlier use's, or damage.
-                if self._ring.given_up(block.slot, rank) == block.use:
-                    block.holders.discard(rank)
-                    block.disowned.discard(rank)
-            self._free_if_unheld(block)
-        self._given_ups_seen = given_ups
+                self._free_if_unheld(block)
+        self._ended_drafts_seen = ended_drafts
 
     def _free_if_unheld(self, block: Block) -> None:
         if not (block.holders or block.disowned) and block.offset not in self.pending:
@@ -325,6 +346,7 @@ class Arena:
         self._is_changing = True
         self._in_use.pop(block.offset, None)
         self.pending.pop(block.offset, None)
+        self._block_in.pop(block.slot, None)
         self._free_slots.append(block.slot)
         offset, length = block.offset, block.n_bytes
         index = bisect.bisect(self._free, (offset, 0))
@@ -346,6 +368,7 @@ class Arena:
         ends = [*(block.offset for block in blocks), self._layout.data_bytes]
         gaps = zip(starts, ends, strict=True)
         self._free = [(start, end - start) for start, end in gaps if end > start]
-        slots = set(range(self._layout.n_slots)) - {block.slot for block in blocks}
+        self._block_in = {block.slot: block for block in blocks}
+        slots = set(range(self._layout.n_slots)) - self._block_in.keys()
         self._free_slots = sorted(slots, reverse=True)
         self._is_changing = False

@@ -282,9 +282,7 @@ class Attachment(Source):
             if self.segment is not None:
                 parts.callback(self.segment.close)
             if self.ring is not None:
-                # What was received lives on, private, and the writer gets its blocks back.
-                self.ring.keep_leases()
-                self.ring.leave()
+                self.ring.leave()  # what was received lives on
 
     def close_inherited(self) -> None:
         """Close what a forked child has of it."""

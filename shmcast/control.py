@@ -37,6 +37,7 @@ import socket
 import struct
 import time
 import traceback
+import weakref
 from _thread import RLock  # gevent replaces the one in `threading`
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -61,6 +62,7 @@ __all__ = [
     "FailedAttempt",
     "Holder",
     "LockFile",
+    "Process",
     "ReaderControl",
     "WriterControl",
     "failure_text",
@@ -80,7 +82,9 @@ _CLAIM, _SEGMENT, _MAPPED, _ADMISSION, _FILE, _REFUSAL, _DENIAL, _CLOSING, _FAIL
 
 _SILENCE_S: Final = 5.0  # an accepted connection that makes no claim for this long is closed
 _UNLOCKED_S: Final = 1.0  # a process may be seen without its lock for this long while it dies
+_MAPS_PAUSE_S: Final = 1.0  # between two looks at a process's mappings: each may take milliseconds
 _BACKLOG: Final = 64
+_NONCE_BYTES: Final = 8
 _PF_EXITING: Final = 0x4  # linux/sched.h, in the flags of /proc/PID/stat
 _SO_PEERPIDFD: Final = 77  # Linux 6.5; not in `socket` (asm-generic/socket.h)
 _F_LOCK: Final = struct.Struct("hhqqi4x")
@@ -238,6 +242,69 @@ def _is_exiting(pid: int) -> bool:
     return True
 
 
+def _name_in_maps(descriptor: int) -> bytes:
+    """How `/proc/PID/maps` names a file: by device and inode."""
+    status = os.fstat(descriptor)
+    major, minor = os.major(status.st_dev), os.minor(status.st_dev)
+    return f" {major:02x}:{minor:02x} {status.st_ino} ".encode()
+
+
+@attrs.define(eq=False)
+class Process:
+    """
+    A reader's process, which may still have the queue mapped when its attachment is over.
+
+    Attributes:
+        pid: its number here; 0 if it is in another pid namespace.
+        pidfd: a descriptor of it, closed with this object; None if there is none to be had.
+        data_file: how `/proc/PID/maps` names the queue's data file.
+    """
+
+    pid: int
+    pidfd: int | None
+    data_file: bytes
+    _look_again_at: float = attrs.field(init=False, default=0.0)
+    _is_over: bool = attrs.field(init=False, default=False)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        pidfd, self.pidfd = self.pidfd, None
+        if pidfd is not None:
+            os.close(pidfd)
+
+    def may_touch(self, *, at_once: bool = False) -> bool:
+        """
+        Whether it may still use what it received, as far as is known.
+
+        It can't once it has ended, or runs another program since `exec`.
+
+        Args:
+            at_once: look, even if it was looked at a moment ago.
+        """
+        if self._is_over or self.pidfd is None:
+            return not self._is_over
+        now = time.monotonic()
+        if is_readable(self.pidfd):
+            self._is_over = True
+        elif at_once or now >= self._look_again_at:
+            self._look_again_at = now + _MAPS_PAUSE_S
+            self._is_over = not self._may_have_mapped()
+        return not self._is_over
+
+    def _may_have_mapped(self) -> bool:
+        try:
+            # Its number for this /proc, which may be of another pid namespace than this process.
+            fields = Path(f"/proc/self/fdinfo/{self.pidfd}").read_text().split()
+            maps = Path(f"/proc/{fields[fields.index('Pid:') + 1]}/maps").read_bytes()
+        except (OSError, ValueError):  # it ended just now, or /proc is hidden
+            return True
+        # Nothing is mapped where the main thread has ended; other threads may go on.
+        return not maps or self.data_file in maps
+
+
 def _new_socket() -> socket.socket:
     new = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     new.setblocking(False)  # not by a flag, which a gevent socket does not look at
@@ -338,16 +405,31 @@ def _send(
     return True
 
 
+def _send_file(connection: socket.socket, nonce: int, descriptor: int, last_nonce: int) -> bool:
+    """
+    Send the file of a message; False if that would have to wait.
+
+    Args:
+        connection: to a reader.
+        nonce: the number of this attempt to publish the message; they only grow.
+        descriptor: the file's.
+        last_nonce: the number of the last attempt that succeeded. Those between the two timed out,
+            so the reader drops what it has of them.
+    """
+    body = last_nonce.to_bytes(_NONCE_BYTES, "little")
+    return _send(connection, _FILE, number=nonce, body=body, descriptors=(descriptor,))
+
+
 class _Gone(Exception):
     """The connection has ended."""
 
 
 class _NoDescriptors(Exception):
-    """A frame came whose descriptors this process had no room for; `number` is the frame's."""
+    """A frame came whose descriptors this process had no room for."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
+    def __init__(self, frame: _Frame) -> None:
+        super().__init__(frame)
+        self.frame = frame
 
 
 def _receive_raw(
@@ -381,7 +463,7 @@ def _receive(connection: socket.socket, most_descriptors: int) -> _Frame | None:
 
     Raises:
         _Gone: the connection has ended.
-        _NoDescriptors: this process is out of descriptors; the frame is lost.
+        _NoDescriptors: this process is out of descriptors; the frame's are lost.
         ProtocolError: something else than a frame came.
     """
     try:
@@ -399,7 +481,7 @@ def _receive(connection: socket.socket, most_descriptors: int) -> _Frame | None:
         if magic != _MAGIC:
             raise ProtocolError(f"no shmcast peer of this version: its frame starts with {magic!r}")
         if flags & socket.MSG_CTRUNC:
-            raise _NoDescriptors(number)
+            raise _NoDescriptors(_Frame(kind, rank, number, data[_FRAME.size :], ()))
     except BaseException:
         for descriptor in received:
             os.close(descriptor)
@@ -415,8 +497,7 @@ class _Connection:
     """A connection that the writer has accepted."""
 
     socket: socket.socket
-    pid: int
-    pidfd: int | None
+    process: Process
     accepted_at: float
     claimed_rank: int | None = None  # a valid claim, waiting for the rank to become vacant
     holder: Holder | None = None
@@ -425,14 +506,14 @@ class _Connection:
     @property
     def has_gone(self) -> bool:
         """Whether its process has surely ended; a forked child may hold the connection open."""
-        return self.pidfd is not None and (_is_gone(self.pidfd) or _is_exiting(self.pid))
+        pid, pidfd = self.process.pid, self.process.pidfd
+        return pidfd is not None and (_is_gone(pidfd) or _is_exiting(pid))
 
     def close(self) -> None:
+        """Close the socket; the process is closed with the last that asks for its end."""
         self.is_open = False
         self.socket.close()
-        pidfd, self.pidfd = self.pidfd, None
-        if pidfd is not None:
-            os.close(pidfd)
+        self.holder = None  # no reference cycle
 
 
 @attrs.define(eq=False)
@@ -463,12 +544,7 @@ class Holder:
     @property
     def pid(self) -> int:
         """The process that claimed the rank."""
-        return self.connection.pid
-
-    @property
-    def may_map_blocks(self) -> bool:
-        """Whether its process may be there, with blocks of the arena mapped."""
-        return not self.connection.has_gone
+        return self.connection.process.pid
 
 
 @attrs.frozen
@@ -499,7 +575,8 @@ class WriterControl:
         new_epoch: begins a rank's next epoch and returns its number.
         admit: makes the writer wait for a rank; says with which message it starts. Called with
             the rank and whether this is its first attachment.
-        strike: makes the writer wait no longer for a rank.
+        strike: makes the writer wait no longer for a rank. Called with the rank and the process
+            that keeps what it received, if there is one.
         has_left: whether the rank's present attachment has left.
         greeting: what a reader is told when it is admitted.
     """
@@ -511,7 +588,7 @@ class WriterControl:
     lock_file: LockFile
     new_epoch: Callable[[int], int]
     admit: Callable[[int, bool], int]
-    strike: Callable[[int], None]
+    strike: Callable[[int, Process | None], None]
     has_left: Callable[[int], bool]
     greeting: bytes = b""
 
@@ -520,7 +597,10 @@ class WriterControl:
     failed_attempts: dict[int, FailedAttempt] = attrs.field(init=False, factory=dict)
     _never_admitted: set[int] = attrs.field(init=False)
     _kept_files: dict[int, int] = attrs.field(init=False, factory=dict)  # nonce → descriptor
+    _last_nonce: int = attrs.field(init=False, default=0)  # of the last file that was published
     _connections: dict[int, _Connection] = attrs.field(init=False, factory=dict)
+    #: The processes of attachments that are over, while there are blocks that they keep.
+    _past: weakref.WeakSet[Process] = attrs.field(init=False, factory=weakref.WeakSet)
     _is_starved: bool = attrs.field(init=False, default=False)
     _listener: socket.socket = attrs.field(init=False)
     _poller: Poller = attrs.field(init=False)
@@ -559,12 +639,12 @@ class WriterControl:
     @property
     def sees_every_death(self) -> bool:
         """Whether `descriptor` becomes readable when any admitted reader's process ends."""
-        return all(holder.connection.pidfd is not None for holder in self.admitted())
+        return all(holder.connection.process.pidfd is not None for holder in self.admitted())
 
     def keep_nothing(self) -> None:
         """Let every rank start with the next message, its first attachment too."""
         for rank in self._never_admitted:
-            self.strike(rank)
+            self.strike(rank, None)
         self._never_admitted.clear()
 
     def serve(self) -> float:
@@ -645,11 +725,13 @@ class WriterControl:
             if uid != os.geteuid():
                 accepted.close()
                 continue
-            connection = _Connection(accepted, pid, _pidfd_of(accepted, pid), time.monotonic())
+            pidfd = _pidfd_of(accepted, pid)
+            process = Process(pid, pidfd, _name_in_maps(self.descriptors[0]))
+            connection = _Connection(accepted, process, time.monotonic())
             self._connections[accepted.fileno()] = connection
             self.watch(accepted.fileno())
-            if connection.pidfd is not None:
-                self.watch(connection.pidfd)
+            if pidfd is not None:
+                self.watch(pidfd)
             self._guarded(connection, self._take_frames)
 
     def _forget(self, connection: _Connection) -> None:
@@ -661,10 +743,10 @@ class WriterControl:
 
     def _close(self, connection: _Connection) -> None:
         self._unwatch(connection)
-        if connection.pidfd is not None:
+        if connection.process.pidfd is not None:
             # Not left to the closing: a forked child may have a copy for a moment.
             with contextlib.suppress(OSError):
-                self._poller.remove(connection.pidfd)
+                self._poller.remove(connection.process.pidfd)
         connection.close()
 
     def _unwatch(self, connection: _Connection) -> None:
@@ -733,8 +815,9 @@ class WriterControl:
         if holder is not None and holder.is_admitted:
             holder.failure = holder.failure or text
             return
-        self.failed_attempts[rank] = FailedAttempt(text, connection.pid)
-        say(_log.warning, "rank %d (%s) can't attach: %s", rank, named(connection.pid), text)
+        pid = connection.process.pid
+        self.failed_attempts[rank] = FailedAttempt(text, pid)
+        say(_log.warning, "rank %d (%s) can't attach: %s", rank, named(pid), text)
         self._forget(connection)
 
     def _claim(self, connection: _Connection, frame: _Frame) -> None:
@@ -779,6 +862,9 @@ class WriterControl:
         holder = Holder(rank, self.new_epoch(rank), connection)
         connection.claimed_rank, connection.holder = None, holder
         self.holders[rank] = holder
+        for process in list(self._past):
+            if process.pid == holder.pid:  # it may run another program, and maps the queue again
+                process.may_touch(at_once=True)
         with contextlib.suppress(ConnectionError):  # it has gone; what it said last is read next
             if not _send(
                 connection.socket,
@@ -806,9 +892,7 @@ class WriterControl:
         is_first = holder.rank in self._never_admitted
         if is_first:
             for nonce, descriptor in list(self._kept_files.items())[holder.n_files_sent :]:
-                if not _send(
-                    holder.connection.socket, _FILE, number=nonce, descriptors=(descriptor,)
-                ):
+                if not _send_file(holder.connection.socket, nonce, descriptor, nonce - 1):
                     return False
                 holder.n_files_sent += 1
         # The cursor is set before the reader learns where to start: from then on it is its own.
@@ -821,9 +905,18 @@ class WriterControl:
         return True
 
     def vacate(self, rank: int) -> None:
-        """End a rank's attachment, which has left or died; it may be claimed from now on."""
-        self.strike(rank)
-        holder = self.holders.pop(rank)
+        """
+        End a rank's attachment, whether or not it lives; the rank may be claimed from now on.
+
+        What the reader received stays its own for as long as its process may touch it.
+        """
+        holder = self.holders[rank]
+        has_gone = holder.connection.has_gone
+        if holder.connection.process.pidfd is None and not self.has_left(rank):
+            has_gone = not self.lock_file.is_held(rank_byte(rank))  # all that tells
+        self._past.add(holder.connection.process)
+        self.strike(rank, None if has_gone else holder.connection.process)
+        del self.holders[rank]
         self._connections.pop(holder.connection.socket.fileno(), None)
         self._close(holder.connection)
 
@@ -835,7 +928,7 @@ class WriterControl:
             ProtocolError: it lost its lock though it is alive.
         """
         who = f"rank {holder.rank} ({named(holder.pid)})"
-        pidfd = holder.connection.pidfd
+        pidfd = holder.connection.process.pidfd
         return holder.unlocked.is_dead(
             self.lock_file, rank_byte(holder.rank), holder.pid, pidfd, who
         )
@@ -855,9 +948,7 @@ class WriterControl:
             if holder in done:
                 continue
             try:
-                if not _send(
-                    holder.connection.socket, _FILE, number=nonce, descriptors=(descriptor,)
-                ):
+                if not _send_file(holder.connection.socket, nonce, descriptor, self._last_nonce):
                     return False
             except OSError as error:
                 if is_foreign(error):
@@ -867,7 +958,12 @@ class WriterControl:
         return True
 
     def keep_file(self, nonce: int, descriptor: int) -> None:
-        """Keep a published message's file for the ranks that have never attached; owns it now."""
+        """
+        Keep a message's file for the ranks that have never attached; owns it now.
+
+        The message is published next.
+        """
+        self._last_nonce = nonce
         if self._never_admitted:
             self._kept_files[nonce] = descriptor
         else:
@@ -897,7 +993,11 @@ class WriterControl:
         """Close what this process has open, and say nothing: all that a forked child may do."""
         self._listener.close()
         while self._connections:
-            self._connections.popitem()[1].close()
+            connection = self._connections.popitem()[1]
+            connection.close()
+            connection.process.close()
+        for process in list(self._past):
+            process.close()
         self._poller.close()
         self._drop_kept_files()
 
@@ -1084,7 +1184,7 @@ class ReaderControl:
             self.epoch, self.offered = frame.number, (data, control)
             return
         if frame.kind == _FILE and n_descriptors == 1:
-            self._files.append((frame.number, frame.descriptors[0]))
+            self._add_file(frame)
             return
         frame.close_descriptors()
         if frame.kind == _ADMISSION and self._holds_byte:
@@ -1111,14 +1211,26 @@ class ReaderControl:
             except (_Gone, OSError):
                 return  # what is missing is said by the message that misses it
             except _NoDescriptors as cut:
-                self._files.append((cut.number, None))
+                self._add_file(cut.frame)
                 continue
             if frame is None:
                 return
             if frame.kind == _FILE and len(frame.descriptors) == 1:
-                self._files.append((frame.number, frame.descriptors[0]))
+                self._add_file(frame)
             else:
                 frame.close_descriptors()
+
+    def _add_file(self, frame: _Frame) -> None:
+        """Put a file behind those before it, less those of attempts that timed out."""
+        last_nonce = int.from_bytes(frame.body[:_NONCE_BYTES], "little")
+        while self._files and self._files[-1][0] > last_nonce:
+            self._close_file(self._files.pop()[1])
+        descriptor = frame.descriptors[0] if frame.descriptors else None  # there was no room for it
+        self._files.append((frame.number, descriptor))
+
+    def _close_file(self, descriptor: int | None) -> None:
+        if descriptor is not None:
+            os.close(descriptor)
 
     def take_file(self, nonce: int) -> int:
         """
@@ -1136,9 +1248,8 @@ class ReaderControl:
             number, descriptor = self._files.popleft()
             if number == nonce and descriptor is not None:
                 return descriptor
-            if descriptor is not None:
-                os.close(descriptor)
-            elif number == nonce:
+            self._close_file(descriptor)
+            if number == nonce:
                 raise ShmcastError(
                     f"{self._me} lost a message: no room for its descriptor (RLIMIT_NOFILE)"
                 )
@@ -1192,6 +1303,4 @@ class ReaderControl:
         for descriptor in offered or ():
             os.close(descriptor)
         while self._files:
-            _, file = self._files.popleft()
-            if file is not None:
-                os.close(file)
+            self._close_file(self._files.popleft()[1])

@@ -37,11 +37,15 @@ cursor         the rank's reader; the writer once,    writer    messages finishe
                before it admits the reader
 sleeps         the rank's reader; the writer          writer    0 or 1
                clears a dead one's
-left           the rank's reader                      writer    the epoch that has left, 0 for none
+left           the rank's reader                      writer    the epoch that has left, 0 for
+                                                                none; only grows
+leased         the rank's reader                      writer    the last use that it may have
+                                                                leased, 0 for none; only grows
 guard          the writer                             readers   as published, and stored before it;
                                                                 a private view may be older
 given_up       the rank's reader                      writer    the slot's last use that the rank
-                                                                has given up; 0 for none
+                                                                has given up, 0 for none; only
+                                                                grows
 given_ups      the rank's reader                      writer    how often it gave up; only grows
 =============  =====================================  ========  ===================================
 
@@ -130,6 +134,7 @@ class Layout:
     sleeps_in_rank: int = attrs.field(init=False, default=WORD_BYTES)
     left_in_rank: int = attrs.field(init=False, default=2 * WORD_BYTES)
     given_ups_in_rank: int = attrs.field(init=False, default=3 * WORD_BYTES)
+    leased_in_rank: int = attrs.field(init=False, default=4 * WORD_BYTES)
 
     # The lock file: byte 0 is the writer's, byte 1 + rank is the reader's.
     locks_bytes: int = attrs.field(init=False)

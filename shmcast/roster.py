@@ -6,7 +6,7 @@ import functools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from shmcast._ring import EndLock, RingWriter
@@ -26,10 +26,6 @@ class Member(Protocol):
     @property
     def pid(self) -> int | str:
         """Its process, with the host if that is another one."""
-
-    @property
-    def may_map_blocks(self) -> bool:
-        """Whether its process may be there and have blocks of the arena mapped."""
 
 
 M = TypeVar("M", bound=Member)
@@ -70,7 +66,6 @@ class Roster:
     Args:
         ring: where their cursors are.
         doors: where they come in.
-        disown: keep the blocks of a rank, whose process may have them mapped.
         lock: of the writer's end.
 
     Attributes:
@@ -83,12 +78,11 @@ class Roster:
         self,
         ring: RingWriter,
         doors: Sequence[Door[Any]],
-        disown: Callable[[int], None],
         lock: EndLock,
     ) -> None:
         self.losses = 0
         self.unreported: dict[int, tuple[str, bool]] = {}
-        self._ring, self._doors, self._disown = ring, doors, disown
+        self._ring, self._doors = ring, doors
         self._lock = lock
         self._last_lost: Member | None = None
         # Each one's cursor at the last look, and when it had moved.
@@ -130,14 +124,11 @@ class Roster:
                     self.losses += 1
                     self._last_lost = member
                 self.unreported[rank] = text, is_damage
-                if member.may_map_blocks and not ring.has_left(rank):  # else it has given all up
-                    self._disown(rank)
                 door.vacate(rank)
                 self._last_lost = None
 
     def evict(self, rank: int) -> None:
         """End the attachment of a reader that is alive."""
-        self._disown(rank)
         for door in self._doors:
             if rank in door.holders:
                 door.vacate(rank)

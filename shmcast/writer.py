@@ -65,7 +65,8 @@ class QueueStats:
         lag: how many messages each rank has still to finish, by rank; 0 for one that is gone.
         blocks_in_use: how many blocks of the arena were in use when the writer looked last.
         arena_bytes_in_use: how many bytes these have.
-        blocks_held: how many of them each rank that is waited for has not given up, by rank.
+        blocks_held: how many of them each rank has not given up, by rank; those of tensors that
+            outlived their reader too.
         fallbacks: how many messages went into a memory file of their own.
         losses: how many readers were lost.
     """
@@ -190,7 +191,7 @@ class Writer:
             doors.append(self.remote)
         #: What is small and finds a free chunk; truthy if it does not.
         self.try_publish = self.ring.try_publish
-        self.roster = Roster(self.ring, doors, self.arena.disown, lock)
+        self.roster = Roster(self.ring, doors, lock)
 
     def _open_to_remote_ranks(self, local_ranks: tuple[int, ...], token: str) -> RemoteWriter:
         from shmcast.remote import RemoteWriter, RingSizes
@@ -498,6 +499,7 @@ class Writer:
         """
         self.ring.look_again_in(_LOOK_PAUSE_NS)
         self.roster.survey()
+        self.arena.strike_ended()
         self.hand_on()  # before a rank is taken in that does not get it
         due_at = self.control.serve()
         if self.remote is not None:
@@ -575,7 +577,8 @@ class Writer:
             blocks_in_use=len(blocks),
             arena_bytes_in_use=sum(block.n_bytes for block in blocks),
             blocks_held=tuple(
-                sum(rank in block.holders for block in blocks) for rank in self._ranks
+                sum(rank in block.holders or rank in block.disowned for block in blocks)
+                for rank in self._ranks
             ),
             fallbacks=self._fallbacks,
             losses=self.roster.losses,

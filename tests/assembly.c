@@ -3,6 +3,7 @@
 
 uint64_t do_load_acquire(const uint64_t *word) { return load_acquire(word); }
 void do_store_release(uint64_t *word, uint64_t value) { store_release(word, value); }
+void do_raise_to(uint64_t *word, uint64_t value) { raise_to(word, value); }
 void do_count_up(uint64_t *word) { count_up(word); }
 void do_fence_full(void) { fence_full(); }
 void do_fence_acquire(void) { fence_acquire(); }

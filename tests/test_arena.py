@@ -39,24 +39,35 @@ WRITER = "writer"
 
 
 class CountingRing:
-    """A ring that counts how often it is asked for a word, and whose drafts may be refused."""
+    """A ring that counts the blocks that were given up, and whose drafts may be refused."""
 
     def __init__(self, ring: RingWriter) -> None:
         self._ring = ring
-        self.n_asked = 0
+        self.n_given_up = 0
         self.refuses_drafts = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ring, name)
 
-    def given_up(self, slot: int, rank: int) -> int:
-        self.n_asked += 1
-        return self._ring.given_up(slot, rank)
+    def given_up_holds(self) -> list[tuple[int, int]]:
+        holds = self._ring.given_up_holds()
+        self.n_given_up += len(holds)
+        return holds
 
     def draft(self, offset: int, n_bytes: int) -> Draft:
         if self.refuses_drafts:
             raise OSError(12, "Cannot allocate memory")
         return self._ring.draft(offset, n_bytes)
+
+
+@attrs.define(eq=False)
+class FakeProcess:
+    """A reader's process."""
+
+    is_alive: bool = True
+
+    def may_touch(self) -> bool:
+        return self.is_alive
 
 
 @attrs.define
@@ -84,6 +95,7 @@ class Rig:
         self.reserved_until = self.layout.arena_offset
         self.n_reservations = 0
         self.held: list[Held] = []
+        self.is_leasing = False  # whether the readers take what is published at once
         self.arena = Arena(self.layout, self.ring, self.reserve)
         assert self.segment.control is not None
         self._words = memoryview(self.segment.control).cast("Q")
@@ -122,6 +134,8 @@ class Rig:
             )
             for block in blocks
         ]
+        for rank in ranks if self.is_leasing else ():
+            self.lease(rank)
 
     def send(self, sizes: Iterable[int], drafts: Iterable[Draft] = ()) -> bool:
         """A message with blocks of these sizes; whether there was room for it."""
@@ -139,6 +153,12 @@ class Rig:
         """What a reader stores when its lease ends."""
         self._words[self.layout.rank_given_up_offset(rank) // 8 + slot] = use
         self._words[(self.layout.rank_offset(rank) + self.layout.given_ups_in_rank) // 8] += 1
+
+    def lease(self, rank: int) -> None:
+        """What a reader stores when it takes the last message."""
+        self._words[(self.layout.rank_offset(rank) + self.layout.leased_in_rank) // 8] = (
+            self.ring.messages
+        )
 
     def give_up_all(self, ranks: Iterable[int] = range(64)) -> None:
         """These ranks give up everything that they hold."""
@@ -173,7 +193,7 @@ class Rig:
                 block = by_offset[held.start]
                 assert (held.slot, held.use) == (block.slot, block.use), "it was used again"
                 assert held.end == block.offset + block.n_bytes
-                assert held.ranks <= block.holders | block.disowned
+                assert held.ranks <= block.holders | block.disowned.keys()
 
     def check_all_free(self) -> None:
         """Nothing is lost: the whole arena is one free range."""
@@ -230,6 +250,9 @@ class ArenaMachine(RuleBasedStateMachine):
         super().__init__()
         self.rig = Rig(self.N_PAGES, self.N_READERS)
         self.entries: list[Entry] = []
+        self.processes = [FakeProcess() for _ in range(self.N_READERS)]
+        self.last_leased = [0] * self.N_READERS
+        self.evicted: dict[FakeProcess, int] = {}
         self.expected = set(range(self.N_READERS))
 
     @initialize()
@@ -340,23 +363,43 @@ class ArenaMachine(RuleBasedStateMachine):
         entry, rank = lease
         evicted = f"evicted {rank}"
         if not entry.holders & {rank, evicted}:
-            return  # the reader died
+            return  # the reader died, or never took it
         self.rig.give_up(entry.block.slot, rank, entry.block.use)
         entry.holders -= {rank, evicted}
 
+    @rule(rank=st.integers(0, N_READERS - 1))
+    def lease(self, rank: int) -> None:
+        """A reader takes all that there is for it."""
+        if rank in self.expected:
+            self.rig.lease(rank)
+            self.last_leased[rank] = self.rig.ring.messages
+
     @rule(rank=st.integers(0, N_READERS - 1), is_alive=st.booleans())
     def strike(self, rank: int, is_alive: bool) -> None:
-        """A rank is lost with what it holds; one that is alive keeps its blocks."""
+        """A rank is lost with what it holds; one that is alive keeps what it may have leased."""
         if rank not in self.expected:
             return
-        if is_alive:
-            self.rig.arena.disown(rank)
-        self.rig.arena.strike(rank)
+        process, self.processes[rank] = self.processes[rank], FakeProcess()
+        self.rig.arena.strike(rank, process if is_alive else None)
         self.expected.discard(rank)
+        self.evicted[process] = rank
         for entry in self.entries:
             if rank in entry.holders:
                 entry.holders.discard(rank)
-                entry.holders |= {f"evicted {rank}"} if is_alive else set()
+                if is_alive and entry.block.use <= self.last_leased[rank]:
+                    entry.holders.add(f"evicted {rank}")
+
+    @precondition(lambda self: self.evicted)
+    @rule(choice=st.randoms(use_true_random=False))
+    def end_evicted(self, choice: Any) -> None:
+        """What an evicted reader had is free when its process has ended."""
+        process = choice.choice(list(self.evicted))
+        rank = self.evicted.pop(process)
+        process.is_alive = False
+        for entry in self.entries:
+            if entry.block.disowned.get(rank) is process:
+                entry.holders.discard(f"evicted {rank}")
+        self.rig.arena.strike_ended()
 
     @rule(rank=st.integers(0, N_READERS - 1))
     def admit(self, rank: int) -> None:
@@ -490,19 +533,41 @@ def test_no_free_slot(make_rig: MakeRig) -> None:
 
 
 def test_cost_with_many_blocks(make_rig: MakeRig) -> None:
-    """With 4000 blocks held, a message asks for none of their words unless one was given up."""
-    rig = make_rig(MOST_SLOTS + 100, n_readers=1)
+    """With 4000 blocks held, only those that were given up are looked at, each once a rank."""
+    rig = make_rig(MOST_SLOTS + 100, n_readers=2)
     for _ in range(50):
         assert rig.send([PAGE] * 80)
-    rig.give_up(rig.held[-1].slot, 0, rig.held[-1].use)
-    rig.ring.n_asked = 0
-    assert rig.arena.allocate(PAGE) is not None
-    assert rig.ring.n_asked <= 4000  # each block once, since something was given up
-    rig.ring.n_asked = 0
-    for _ in range(90):
-        assert rig.arena.allocate(PAGE) is not None
-    rig.arena.settle()
-    assert 0 == rig.ring.n_asked
+    rig.ring.n_given_up = 0
+    rig.give_up_all([0])
+    for _ in range(3):
+        rig.arena.reclaim()
+    assert (4000, 4000) == (rig.ring.n_given_up, len(rig.arena.blocks))
+    for held in rig.held[:5]:
+        rig.give_up(held.slot, 1, held.use)
+        for _ in range(3):
+            rig.arena.reclaim()
+    assert (4005, 3995) == (rig.ring.n_given_up, len(rig.arena.blocks))
+
+
+def test_ended_process(make_rig: MakeRig) -> None:
+    """What a rank of a living process leased stays until that process ends; the rest is free."""
+    rig = make_rig(3, n_readers=1)
+    for _ in range(2):
+        assert rig.send([PAGE])
+    rig.lease(0)
+    assert rig.send([PAGE])
+    assert not rig.send([PAGE])
+    process = FakeProcess()
+    rig.arena.strike(0, process)
+    assert [1, 2] == sorted(block.use for block in rig.arena.blocks)
+    rig.arena.strike_ended()
+    assert 2 == len(rig.arena.blocks)
+    rig.ring.admit(0, False)
+    assert rig.send([PAGE])  # of the rank's next attachment
+    rig.give_up(rig.held[0].slot, 0, rig.held[0].use)
+    process.is_alive = False
+    rig.arena.strike_ended()
+    assert [4] == [block.use for block in rig.arena.blocks]
 
 
 def test_no_arena() -> None:
@@ -639,6 +704,7 @@ def failures_of(call: Callable[[Rig], object], check: Callable[[Rig], object]) -
 def used_rig() -> Rig:
     """An arena with a gap between blocks that are held."""
     rig = Rig(12, n_readers=2)
+    rig.is_leasing = True
     for _ in range(3):
         assert rig.send([2 * PAGE])
     rig.give_up(rig.held[1].slot, 0, rig.held[1].use)
@@ -700,8 +766,7 @@ def test_interrupted_message_then_an_eviction() -> None:
 
     def check(rig: Rig) -> None:
         held = [held for held in rig.held if 1 in held.ranks]
-        rig.arena.disown(1)
-        rig.arena.strike(1)
+        rig.arena.strike(1, FakeProcess())
         for one in rig.held:
             one.ranks.discard(1)
         rig.give_up_all([0])
@@ -734,8 +799,7 @@ def test_interrupted_eviction() -> None:
     """An eviction that was interrupted and is made again keeps what the live rank holds."""
 
     def evict(rig: Rig) -> None:
-        rig.arena.disown(1)
-        rig.arena.strike(1)
+        rig.arena.strike(1, FakeProcess())
 
     def check(rig: Rig) -> None:
         evict(rig)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import collections
 import contextlib
 import fcntl
+import mmap
 import os
 import resource
 import secrets
 import signal
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -20,7 +23,14 @@ from conftest import PATIENCE_S
 
 import shmcast.control as control_module
 from shmcast._system import is_readable
-from shmcast.control import WRITER_BYTE, LockFile, ReaderControl, WriterControl, rank_byte
+from shmcast.control import (
+    WRITER_BYTE,
+    LockFile,
+    Process,
+    ReaderControl,
+    WriterControl,
+    rank_byte,
+)
 from shmcast.errors import AuthenticationError, ProtocolError, QueueClosed, ShmcastError, WriterLost
 from shmcast.handle import TOKEN_BYTES
 
@@ -223,6 +233,7 @@ class Ring:
     epochs: dict[int, int] = attrs.field(factory=dict)
     admissions: list[tuple[int, bool]] = attrs.field(factory=list)
     strikes: list[int] = attrs.field(factory=list)
+    processes: list[Process | None] = attrs.field(factory=list)
     left: set[int] = attrs.field(factory=set)
 
     def new_epoch(self, rank: int) -> int:
@@ -234,8 +245,9 @@ class Ring:
         self.admissions.append((rank, is_first))
         return 0 if is_first else self.published
 
-    def strike(self, rank: int) -> None:
+    def strike(self, rank: int, process: Process | None) -> None:
         self.strikes.append(rank)
+        self.processes.append(process)
 
     def has_left(self, rank: int) -> bool:
         return rank in self.left
@@ -247,6 +259,7 @@ class Host:
     def __init__(self) -> None:
         self.ring = Ring()
         self.files = memory_file(b"data"), memory_file(b"control")
+        self.data = mmap.mmap(self.files[0], 0)
         self.lock_file = LockFile.of(memory_file())
         self.lock_file.hold(WRITER_BYTE)
         self.token = secrets.token_hex(TOKEN_BYTES)
@@ -295,9 +308,11 @@ class Host:
         if self.is_closed:
             return
         self.is_closed = True
+        self.ring.processes.clear()
         self.writer.close()
         self.lock_file.give_back(WRITER_BYTE)
         self.lock_file.drop()
+        self.data.close()
         for descriptor in self.files:
             os.close(descriptor)
 
@@ -729,6 +744,80 @@ def test_death_of_a_holder(host: Host) -> None:
     assert host.writer.is_dead(holder)
 
 
+def attached_process(host: Host) -> Process:
+    """The process of a reader that was attached until now."""
+    host.attach(0).close()
+    host.writer.vacate(0)
+    (process,) = host.ring.processes
+    assert process is not None
+    return process
+
+
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_process_of_an_attachment_that_is_over(host: Host, is_mapped: bool) -> None:
+    """A process that lives may touch the queue's memory for as long as it has it mapped."""
+    process = attached_process(host)
+    if not is_mapped:
+        host.data.close()
+    assert is_mapped == process.may_touch()
+
+
+def test_how_often_mappings_are_looked_at(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that may touch the memory is asked for its mappings only once in a while."""
+    process = attached_process(host)
+    assert process.may_touch()
+    host.data.close()
+    assert process.may_touch()
+    monkeypatch.setattr(time, "monotonic", lambda: process._look_again_at)
+    assert not process.may_touch()
+
+
+def test_process_that_attaches_again_from_another_program(host: Host) -> None:
+    """That a process ran another program is known although it has mapped the queue again."""
+    process = attached_process(host)
+    assert process.may_touch()
+    host.data.close()
+    host.attach(0)
+    host.data = mmap.mmap(host.files[0], 0)
+    assert not process.may_touch()
+
+
+@pytest.mark.parametrize("hidden", ["fdinfo", "maps"])
+def test_process_whose_mappings_are_hidden(
+    host: Host, monkeypatch: pytest.MonkeyPatch, hidden: str
+) -> None:
+    """Without /proc a process may touch the memory until it has ended."""
+    process = attached_process(host)
+    host.data.close()
+    real = Path.open
+
+    def hide(path: Path, *arguments: Any, **more: Any) -> Any:
+        if hidden in path.parts:
+            raise FileNotFoundError(path)
+        return real(path, *arguments, **more)
+
+    monkeypatch.setattr(Path, "open", hide)
+    assert process.may_touch()
+
+
+@pytest.mark.parametrize("has_left", [False, True])
+@pytest.mark.parametrize("is_locked", [False, True])
+def test_holder_without_a_pidfd(
+    host: Host, monkeypatch: pytest.MonkeyPatch, has_left: bool, is_locked: bool
+) -> None:
+    """Without a pidfd a reader keeps what it received if it left, or still has its lock."""
+    monkeypatch.setattr(control_module, "_pidfd_of", lambda *_: None)
+    reader = host.attach(0)
+    assert reader.lock_file is not None
+    if has_left:
+        host.ring.left.add(0)
+    if not is_locked:
+        reader.lock_file.give_back(rank_byte(0))
+    host.writer.vacate(0)
+    (process,) = host.ring.processes
+    assert (has_left or is_locked) == (process is not None and process.may_touch())
+
+
 def test_lock_lost_by_a_living_process(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lock that is gone though its process lives is no death at first, and then an error."""
     reader = host.attach(1)
@@ -854,6 +943,7 @@ def test_full_socket(host: Host) -> None:
     n_sent = 0
     while host.writer.send_file(n_sent + 1, descriptor, done):
         n_sent += 1
+        host.writer.keep_file(n_sent, os.dup(descriptor))
         done.clear()
         assert n_sent < 1000
     assert [0] == [holder.rank for holder in done]
@@ -874,6 +964,30 @@ def test_file_to_a_reader_that_has_gone(host: Host) -> None:
     assert b"message 1" == content_of(reader.take_file(1))
     with pytest.raises(ProtocolError, match="its file did not come"):
         gone.take_file(1)
+
+
+def test_attempts_that_time_out_do_not_pile_up(host: Host) -> None:
+    """A reader that waits has each published file, and of the attempts since then only one."""
+    reader = host.attach(0)
+    host.attach(1)
+    before = open_files()
+    nonce = 0
+    for n_published in range(3):
+        for _ in range(300):
+            nonce += 1
+            descriptor = memory_file()
+            assert host.writer.send_file(nonce, descriptor, set())
+            os.close(descriptor)
+            for other in host.readers:
+                other.collect_files()
+        assert 2 * (n_published + 1) == len(newly_open(before))
+        nonce += 1
+        send(host, nonce)
+    for other in host.readers:
+        other.collect_files()
+    assert 2 * 3 == len(newly_open(before))
+    for number in (301, 602, 903):
+        assert b"message %d" % number == content_of(reader.take_file(number))
 
 
 def test_no_room_for_a_file(host: Host) -> None:
@@ -1010,7 +1124,7 @@ def test_process_in_another_pid_namespace(host: Host) -> None:
     """A process that the kernel gives no number for is not called process 0."""
     host.attach(0)
     (holder,) = host.writer.admitted()
-    holder.connection.pid = 0
+    holder.connection.process.pid = 0
     second = host.connect(0)
     host.writer.serve()
     with pytest.raises(ProtocolError, match="held by process in another pid namespace, which is"):

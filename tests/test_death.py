@@ -581,6 +581,40 @@ def test_reader_dies_with_unread_blocks(start_child: StartChild, bystander: Any)
     assert payload(2, 100_000) == reader.dequeue(PATIENCE_S)
 
 
+def run_another_program(pipe: Connection, handle: Handle, rank: int) -> None:
+    """Attach, take two messages, and run another program in this process."""
+    reader = MessageQueue.create_from_handle(handle, rank)
+    kept = [reader.dequeue(PATIENCE_S) for _ in range(2)]
+    pipe.send(len(kept))
+    assert "go on" == pipe.recv()
+    os.execv("/bin/sleep", ["sleep", "600"])
+
+
+def test_reader_that_runs_another_program(
+    start_child: StartChild, bystander: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks of a reader whose process runs another program are free again."""
+    monkeypatch.setattr(control_module, "_UNLOCKED_S", 0.0)
+    queue, reader = bystander(
+        n_chunks=16, oob_threshold_bytes=0, arena_bytes="1 MiB", on_reader_loss="evict"
+    )
+    child = attach(start_child, queue, run_another_program, 0)
+    for number in range(3):
+        content = payload(number, 100_000)
+        queue.enqueue(PickleBuffer(bytearray(content)))
+        assert content == reader.dequeue(PATIENCE_S)
+    assert 2 == child.receive()
+    assert 3 == queue.stats().blocks_held[0]
+    child.pipe.send("go on")
+    give_up_at = time.monotonic() + PATIENCE_S
+    while queue.stats().blocks_held[0]:
+        assert time.monotonic() < give_up_at
+        pause_for_the_next_look()
+        queue.enqueue("look", timeout=0)
+        everything(reader)
+    assert 1 == queue.stats().losses
+
+
 # --- a lock is lost -------------------------------------------------------------------------------
 
 

@@ -1126,7 +1126,7 @@ def test_two_queues_publish_the_same_tensor_at_once(make_queue: MakeQueue) -> No
 
 
 def test_a_readers_end_gives_the_block_back(make_queue: MakeQueue) -> None:
-    """A reader that closes with the tensor in its hands keeps it, and the block is the writer's."""
+    """A reader that closes keeps the tensor in its hands, and its block until it drops it."""
     queue, (first, second) = make_queue(**{**SETTINGS, "n_readers": 2})
     tensor = new_tensor(queue, 1)
     place = place_of(tensor)
@@ -1140,11 +1140,14 @@ def test_a_readers_end_gives_the_block_back(make_queue: MakeQueue) -> None:
     fourth = MessageQueue.create_from_handle(queue.export_handle(), 1)
     with third, fourth:
         queue.wait_until_ready(PATIENCE_S)
-        assert 0 == blocks_left(queue, [third, fourth])
-        again = new_tensor(queue, 2)
-        assert place == place_of(again)
+        assert 1 == blocks_left(queue, [third, fourth])
+        assert place != place_of(new_tensor(queue, 2))
         for each in received:
             check(each, 1)
+        received.clear()
+        del each
+        assert 0 == blocks_left(queue, [third, fourth])
+        assert place == place_of(new_tensor(queue, 3))
 
 
 def hold_and_wait(pipe: Connection, handle: Handle) -> None:

@@ -458,16 +458,19 @@ def test_a_failed_rank_is_claimed_before_its_loss_is_handled(make_queue: MakeQue
         assert 1 == again.dequeue(PATIENCE_S)
 
 
-def test_its_blocks_are_free_again(make_queue: MakeQueue) -> None:
-    """A reader that fails keeps what it received, and the writer gets the blocks back."""
+def test_its_blocks_come_back(make_queue: MakeQueue) -> None:
+    """A reader that fails keeps what it received, and its blocks until it drops that."""
     queue, (reader, _) = make_queue(n_readers=2, oob_threshold_bytes=1000)
     queue.enqueue(PickleBuffer(bytearray(100_000)))
     kept = reader.dequeue(PATIENCE_S)
     assert (1, 1) == queue.stats().blocks_held
     reader.close(error="no disk")
     assert (0,) == lost_by(queue).ranks
-    assert (0, 1) == queue.stats().blocks_held
+    assert (1, 1) == queue.stats().blocks_held
     assert bytes(100_000) == bytes(kept)
+    del kept
+    queue.enqueue(PickleBuffer(bytearray(100_000)))  # which looks at what was given up
+    assert (0, 2) == queue.stats().blocks_held
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])

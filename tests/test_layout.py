@@ -52,6 +52,7 @@ def words_in_rank(layout: Layout) -> list[int]:
         layout.sleeps_in_rank,
         layout.left_in_rank,
         layout.given_ups_in_rank,
+        layout.leased_in_rank,
     ]
 
 

@@ -31,6 +31,7 @@ import pytest
 import torch
 from conftest import MAY_FORK, PATIENCE_S, MakeQueue, StartChild, tracing
 
+import shmcast.attachment as attachment_module
 import shmcast.queue as queue_module
 from shmcast import (
     Handle,
@@ -380,8 +381,9 @@ def test_tensors_outlive_their_ends(make_queue: MakeQueue, first: str) -> None:
     kept[0][7::512] = 99
     if first == "reader":
         leaver.close()
-        assert (0, 0) == held(queue)
-        go_on(queue, [other], 40)  # in the same blocks
+        assert (3, 0) == held(queue)
+        go_on(queue, [other], 40)  # in the other blocks
+        assert (3, 0) == held(queue)
         assert 0 == queue.stats().fallbacks
     queue.close()
     leaver.close()
@@ -473,6 +475,49 @@ def fork(function: Callable[[], object]) -> Callable[[], None]:
     return join
 
 
+def proportional_kib(pids: list[int]) -> int:
+    """The memory of these processes together that is no file's."""
+    return sum(
+        int(line.split()[1])
+        for pid in pids
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        if line.startswith("Pss_Anon:")
+    )
+
+
+def test_children_share_one_copy(make_queue: MakeQueue) -> None:
+    """However many children are forked, what was received before is copied once."""
+    n_bytes = 32 * MIB
+    queue, (reader,) = make_queue(arena_bytes="64 MiB")
+    draft = queue.empty((n_bytes // 8,), torch.int64)
+    draft.copy_(tensor_of(1, n_bytes))
+    queue.enqueue(draft)
+    kept = [draft, reader.dequeue(PATIENCE_S)]
+    gc.collect()
+    go_on = os.pipe()
+    before = proportional_kib([os.getpid()])
+    pids = []
+    try:
+        for _ in range(4):
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                try:
+                    os.read(go_on[0], 1)
+                    for tensor in kept:
+                        check(tensor, 1)
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+        grown = proportional_kib([os.getpid(), *pids]) - before
+        assert grown < (len(kept) + 1) * n_bytes // 1024
+    finally:
+        os.write(go_on[1], b"." * len(pids))
+        statuses = [os.waitpid(pid, 0)[1] for pid in pids]
+        for descriptor in go_on:
+            os.close(descriptor)
+    assert [0] * 4 == statuses
+
+
 @pytest.mark.parametrize("is_closed", [False, True], ids=["open", "closed"])
 def test_fork(make_queue: MakeQueue, is_closed: bool) -> None:
     """Parent and forked child each keep what they had, whatever the other one writes or drops."""
@@ -515,6 +560,39 @@ def test_fork(make_queue: MakeQueue, is_closed: bool) -> None:
     go_on(queue, [other] if is_closed else [reader, other])
     os.close(to_child[1])
     os.close(to_parent[0])
+
+
+def is_mapped(address: int) -> bool:
+    """Whether there is something at this address of this process."""
+    ranges = (
+        line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()
+    )
+    return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
+
+
+def test_fork_while_a_lease_ends(make_queue: MakeQueue) -> None:
+    """A child that is forked while a thread drops an array has the array, or nothing of it."""
+    queue, (reader,) = make_queue(arena_bytes="64 MiB")
+    for number in range(5):
+        queue.enqueue(content(number, 32 * MIB))  # no tensor: torch drops one without the GIL
+        arrays = [reader.dequeue(PATIENCE_S)]
+        address = arrays[0].ctypes.data
+        fork(lambda: None)()  # from now on children have it
+        is_due = threading.Event()
+
+        def drop(arrays: list[Any] = arrays, is_due: threading.Event = is_due) -> None:
+            is_due.set()
+            arrays.clear()
+
+        def child(arrays: list[Any] = arrays, address: int = address) -> None:
+            assert bool(arrays) == is_mapped(address)
+
+        thread = threading.Thread(target=drop)
+        thread.start()
+        is_due.wait()
+        join = fork(child)
+        thread.join()
+        join()
 
 
 def test_fork_of_a_fork(make_queue: MakeQueue) -> None:
@@ -699,10 +777,13 @@ def test_drops_during_close(make_queue: MakeQueue) -> None:
         barrier.wait()
         reader.close()
         thread.join()
-        assert (0, 0) == held(queue)
+        assert (4, 0) == held(queue)
+        time.sleep(0.011)  # from then on an enqueue looks around
         go_on(queue, [other], 10)
         for number in (1, 3, 5, 6):
             check(tensors[number], number)
+        tensors.clear()
+        assert (0, 0) == held(queue)
         assert 0 == queue.stats().fallbacks, f"round {round_number}"
 
 
@@ -732,6 +813,8 @@ def test_garbage_cycles(make_queue: MakeQueue) -> None:
             time.sleep(0.011)  # from then on an enqueue looks around
             with pytest.raises(ReaderLost):
                 second.enqueue(tensor_of(5), PATIENCE_S)
+            assert (1,) == held(second)
+            del tensor
             assert (0,) == held(second)
     finally:
         gc.enable()
@@ -775,12 +858,14 @@ def keep_taking():
         recent.append(tensor[:10])
 
 recent = []
-threading.Thread(target=keep_taking, daemon=True).start()
+thread = threading.Thread(target=keep_taking, daemon=True)
+thread.start()
 while len(recent) < 7:  # a thread that the interpreter ends inside torch takes the process with it
     time.sleep(0.001)
 if sys.argv[1] == "closed":
     readers[0].close()
     queue.close()
+    thread.join()  # the end of the interpreter in the midst of torch may abort the process
 elif sys.argv[1] == "forked":
     import os
     pid = os.fork()
@@ -855,7 +940,7 @@ def interrupted(call: Callable[[], object], number: int) -> bool:
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal count
-        if frame.f_code.co_filename != queue_module.__file__:
+        if frame.f_code.co_filename not in {queue_module.__file__, attachment_module.__file__}:
             return None
         # Not in `dequeue` itself: no signal comes between taking its lock and the block after it.
         frame.f_trace_opcodes = frame.f_code.co_name != "dequeue"
@@ -1153,7 +1238,7 @@ def test_readers_that_keep_everything(
 
 
 def test_a_new_attachment_owes_nothing(make_queue: MakeQueue) -> None:
-    """A rank that leaves holds nothing any more, and neither does its next attachment."""
+    """A rank that leaves holds what is still referenced, and its next attachment nothing of it."""
     queue, (leaver, other) = make_queue(n_readers=2, **SMALL)
     kept = []
     for number in range(4):
@@ -1166,20 +1251,78 @@ def test_a_new_attachment_owes_nothing(make_queue: MakeQueue) -> None:
     leaver.close()
     with MessageQueue.create_from_handle(queue.export_handle(), 0) as newcomer:
         queue.wait_until_ready(PATIENCE_S)
-        assert (0, 0) == held(queue)
+        assert (4, 0) == held(queue)
         queue.enqueue(tensor_of(5))
         mine = newcomer.dequeue(PATIENCE_S)
         check(other.dequeue(PATIENCE_S), 5)
-        assert (1, 0) == held(queue)
+        assert (5, 0) == held(queue)
         del kept[0]
-        assert (1, 0) == held(queue)
+        assert (4, 0) == held(queue)
         go_on(queue, [newcomer, other], 40)
         check(mine, 5)
         for number, tensor in enumerate(kept, start=1):
             check(tensor, number)
         del mine
+        assert (3, 0) == held(queue)
+        kept.clear()
+        del tensor
         assert (0, 0) == held(queue)
     assert 0 == queue.stats().fallbacks
+
+
+def test_closing_copies_nothing(make_queue: MakeQueue) -> None:
+    """A reader that closes with 32 MiB in its hands makes no page of them its own."""
+    queue, (reader,) = make_queue(arena_bytes="64 MiB")
+    queue.enqueue(tensor_of(1, 32 * MIB))
+    tensor = reader.dequeue(PATIENCE_S)
+    check(tensor, 1)
+    gc.collect()
+    before = memory_of(0)[0]
+    reader.close()
+    assert memory_of(0)[0] < before + 4096
+    check(tensor, 1)
+
+
+def close_and_keep(pipe: Connection, handle: Handle, then: str) -> None:
+    """Take a tensor, close, and then let go of it or end, as told."""
+    reader = MessageQueue.create_from_handle(handle, 0)
+    kept = [reader.dequeue(PATIENCE_S)]
+    reader.close()
+    pipe.send("closed")
+    assert "go on" == pipe.recv()
+    if then == "drop":
+        kept.clear()
+    elif then == "exec":
+        os.execv("/bin/sleep", ["sleep", "600"])
+    elif then == "exit":
+        return
+    signal.pause()
+
+
+@pytest.mark.parametrize("then", ["drop", "exec", "exit", "kill"])
+def test_blocks_of_a_reader_that_left(start_child: StartChild, then: str) -> None:
+    """What a closed reader's process keeps stays in use until it lets go of it, however."""
+    with MessageQueue(QueueConfig(n_readers=2, **SMALL)) as queue:
+        handle = queue.export_handle()
+        child = start_child(close_and_keep, handle, then, method="fork")
+        with MessageQueue.create_from_handle(handle, 1) as other:
+            queue.wait_until_ready(PATIENCE_S)
+            queue.enqueue(tensor_of(0))
+            check(other.dequeue(PATIENCE_S), 0)
+            assert "closed" == child.receive()
+            go_on(queue, [other])
+            assert (1, 0) == held(queue)
+            if then == "kill":
+                child.kill()
+            else:
+                child.pipe.send("go on")
+            deadline = time.monotonic() + PATIENCE_S
+            while held(queue) != (0, 0):
+                assert time.monotonic() < deadline
+                time.sleep(0.011)  # from then on an enqueue looks around
+                queue.enqueue("look")
+                assert "look" == other.dequeue(PATIENCE_S)
+            assert (0, 0) == (queue.stats().losses, queue.stats().fallbacks)
 
 
 def keep_until_killed(pipe: Connection, handle: Handle) -> None:

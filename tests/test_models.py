@@ -568,6 +568,58 @@ def test_a_flawed_exclusion(flaw: str) -> None:
         Exclusion(flaw).explore()
 
 
+# --- what is leased at the end: RingWriter.strike, RingReader._parts and try_take -----------------
+
+
+class Eviction:
+    """A reader that takes a block while the writer strikes it, and reads it from then on."""
+
+    def __init__(self, flaw: str) -> None:
+        self.flaw = flaw
+
+    def explore(self) -> int:
+        words = dict.fromkeys(["epoch", "leased", "block"], 0)
+        threads: dict[str, tuple[Program, Any]] = {
+            "writer": (self.writer, None),
+            "reader": (self.reader, None),
+        }
+        return Explorer(words, threads, ["writer", "reader"]).explore()
+
+    def writer(self, _: None) -> Round:
+        yield Store("epoch", 1, RELEASE)
+        if self.flaw != "no fence after the epoch":
+            yield Fence(FULL)
+        if (yield Load("leased", ACQUIRE)) == 0:
+            yield Write("block", 1, ())
+        return Ended(None)
+
+    def reader(self, _: None) -> Round:
+        if self.flaw != "leased comes last":
+            yield Store("leased", 1, RELEASE)
+        if self.flaw != "no fence after leased":
+            yield Fence(FULL)
+        is_struck = yield Load("epoch", ACQUIRE)
+        if self.flaw == "leased comes last":
+            yield Store("leased", 1, RELEASE)
+        if not is_struck:
+            require((yield Read("block")) == 0, "a leased block is used again")
+        return Ended(None)
+
+
+def test_what_is_leased_as_its_reader_is_struck(record_property: Record) -> None:
+    """The writer sees that a block is leased, or the reader that it must not use it."""
+    record_property("states", Eviction("").explore())
+
+
+@pytest.mark.parametrize(
+    "flaw", ["no fence after the epoch", "no fence after leased", "leased comes last"]
+)
+def test_a_flawed_eviction(flaw: str) -> None:
+    """Both fences are needed, and the word before the epoch, or a lease changes."""
+    with pytest.raises(Violation, match=r"a leased block is used again$"):
+        Eviction(flaw).explore()
+
+
 # --- attaching again: RingWriter.new_epoch, has_left and admit, with WriterControl ----------------
 
 

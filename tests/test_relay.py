@@ -34,9 +34,6 @@ from shmcast import (
     ReaderLost,
     WriterLost,
 )
-from shmcast import (
-    queue as queue_module,
-)
 from shmcast.attachment import Attachment
 from shmcast.relay import Relay, Relayed, RemoteAttachment, relay_handle
 from shmcast.remote import RingSizes
@@ -285,7 +282,7 @@ def has_relay(queue: MessageQueue) -> bool:
 
 def is_missing(queue: MessageQueue, rank: int) -> bool:
     """Whether the rank is missing after the writer has looked."""
-    with contextlib.suppress(queue_module.QueueNotReady):
+    with contextlib.suppress(QueueNotReady):
         queue.wait_until_ready(0.01)
     return rank in queue._writer.roster.missing_ranks
 

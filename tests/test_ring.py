@@ -121,7 +121,13 @@ class Ring:
 
     def given_up(self, *slots: int, rank: int = 0) -> list[int]:
         """The last uses of these slots that the rank has given up."""
-        return [self.writer.given_up(slot, rank) for slot in slots]
+        start = self.layout.rank_given_up_offset(rank)
+        return [WORD.unpack_from(self.control, start + 8 * slot)[0] for slot in slots]
+
+    def n_given_up(self, rank: int = 0) -> int:
+        """How often the rank has given up a block."""
+        offset = self.layout.rank_offset(rank) + self.layout.given_ups_in_rank
+        return int(WORD.unpack_from(self.control, offset)[0])
 
     def set_data_word(self, offset: int, value: int) -> None:
         self.data[offset : offset + 8] = WORD.pack(value)
@@ -735,7 +741,7 @@ def test_copied_blocks_are_given_up_with_the_chunk(image_at: int | None) -> None
             assert [use - 1, use - 1 if image_at else 0] == ring.given_up(0, 1)
             assert ring.readers[0].release()
             assert [use, use if image_at else 0] == ring.given_up(0, 1)
-            assert use - 1 == ring.writer.given_up(0, 1)
+            assert [use - 1] == ring.given_up(0, rank=1)
             ring.data[ring.layout.arena_offset] = 0
             assert b"a" * PAGE == buffer
             taken(ring.readers[1])
@@ -763,7 +769,7 @@ def test_leased_blocks_are_given_up_with_the_lease(is_released_first: bool) -> N
             assert [0, 0] == ring.given_up(0, 1)
             assert reader.release()
         assert [1, 1] == ring.given_up(0, 1)
-        assert 2 == ring.writer.given_ups
+        assert 2 == ring.n_given_up()
 
 
 def test_lease_of_a_message_that_is_taken_again() -> None:
@@ -781,7 +787,7 @@ def test_lease_of_a_message_that_is_taken_again() -> None:
         assert b"a" * PAGE == second[1][0]
         del second
         assert [1] == ring.given_up(0)
-        assert 1 == ring.writer.given_ups
+        assert 1 == ring.n_given_up()
 
 
 def test_what_is_written_to_a_lease() -> None:
@@ -801,8 +807,8 @@ def test_what_is_written_to_a_lease() -> None:
             del first, second
 
 
-def test_kept_leases() -> None:
-    """Leases that are kept for good stay as they are while their blocks are used again."""
+def test_leases_outlive_their_attachment() -> None:
+    """Leases of a reader that has left stay as they are, and give their blocks up when they end."""
     with ring_of(arena_bytes=8 * PAGE) as ring:
         ring.lease()
         reader = ring.readers[0]
@@ -810,13 +816,89 @@ def test_kept_leases() -> None:
         _, (first, second) = reader.try_take()
         second[:1] = b"X"
         assert reader.release()
-        reader.keep_leases()
-        assert [1, 1] == ring.given_up(0, 1)
-        start = ring.layout.arena_offset
-        ring.data[start : start + 2 * PAGE] = b"c" * (2 * PAGE)
+        reader.leave()
+        assert (True, [0, 0]) == (ring.writer.has_left(0), ring.given_up(0, 1))
+        assert 1 == ring.writer.strike(0)
+        del reader, ring.readers[0]
         assert (b"a" * PAGE, b"X" + b"b" * (PAGE - 1)) == (first, second)
-        del first, second
-        assert 2 == ring.writer.given_ups
+        del first
+        assert [1, 0] == ring.given_up(0, 1)
+        del second
+        assert ([1, 1], 2) == (ring.given_up(0, 1), ring.n_given_up())
+
+
+@pytest.mark.parametrize("is_released", [False, True])
+@pytest.mark.parametrize("is_over", ["struck", "left"])
+def test_last_message_of_an_attachment(is_over: str, is_released: bool) -> None:
+    """A message that was taken before the end gives its blocks up, released or not."""
+    with ring_of(arena_bytes=8 * PAGE) as ring:
+        ring.lease()
+        reader = ring.readers[0]
+        for _ in range(2):
+            ring.publish_in_blocks(b"s", b"a" * PAGE)
+        taken = reader.try_take()
+        if is_over == "struck":
+            assert 1 == ring.writer.strike(0)
+        if is_released:
+            assert (is_over == "left") == reader.release()
+        if is_over == "struck":
+            assert reader.try_take() is None
+        else:
+            reader.leave()
+            assert 1 == ring.writer.strike(0)
+        assert [0] == ring.given_up(0)
+        assert b"a" * PAGE == taken[1][0]
+        del taken
+        assert [1] == ring.given_up(0)
+
+
+def test_older_use_that_is_given_up_late() -> None:
+    """A struck attachment that gives an old use up stores nothing over a newer one's word."""
+    with ring_of(arena_bytes=8 * PAGE) as ring:
+        ring.lease()
+        ring.publish_in_blocks(b"s", b"a" * PAGE)
+        late = ring.readers[0].try_take()
+        assert ring.readers[0].release()
+        ring.writer.strike(0)
+        reader = RingReader(ring.segment, 0, ring.writer.new_epoch(0))
+        assert reader.lease_from(ring.segment.data_descriptor)
+        reader.begin(ring.writer.admit(0, False))
+        ring.publish_in_blocks(b"s", b"b" * PAGE)
+        assert (b"s", [b"b" * PAGE]) == taken(reader)
+        assert [2] == ring.given_up(0)
+        del late
+        assert [2] == ring.given_up(0)
+
+
+def test_attachment_that_leaves_late() -> None:
+    """A struck attachment that leaves takes nothing from a newer one that has left."""
+    with ring_of() as ring:
+        ring.writer.strike(0)
+        reader = RingReader(ring.segment, 0, ring.writer.new_epoch(0))
+        reader.begin(ring.writer.admit(0, False))
+        reader.leave()
+        ring.readers[0].leave()
+        assert ring.writer.has_left(0)
+
+
+def test_holds() -> None:
+    """A hold that was given up is told until it is ended, and no other one is."""
+    with ring_of(n_readers=2, arena_bytes=8 * PAGE) as ring:
+        ring.publish_in_blocks(b"s", b"a" * PAGE, b"b" * PAGE)
+        ring.writer.hold(0, 1, [0, 1])
+        ring.writer.hold(1, 1, [1])
+        assert [] == ring.writer.given_up_holds()
+        taken(ring.readers[0])
+        for _ in range(2):
+            assert [(0, 0)] == ring.writer.given_up_holds()
+        taken(ring.readers[1])
+        assert [(0, 0), (0, 1), (1, 1)] == ring.writer.given_up_holds()
+        ring.writer.end_hold(0, 1)
+        ring.writer.hold(1, 2, [1])  # a newer use, which is not given up
+        assert [(0, 0)] == ring.writer.given_up_holds()
+        ring.writer.end_hold(0, 0)
+        for _ in range(2):
+            assert [] == ring.writer.given_up_holds()
 
 
 def test_no_lease_of_what_is_older_than_the_guard() -> None:
@@ -876,11 +958,13 @@ def test_no_blocks_without_an_arena() -> None:
 
 
 def test_slot_or_rank_out_of_range() -> None:
-    """A given-up word of a slot or a rank that the queue has not is a ValueError."""
+    """A hold of a slot or a rank that the queue lacks is a ValueError."""
     with ring_of(n_readers=2, arena_bytes=8 * PAGE) as ring:
         for slot, rank in ((-1, 0), (8, 0), (0, -1), (0, 2), (2**31 - 1, 0)):
             with pytest.raises(ValueError, match="no slot"):
-                ring.writer.given_up(slot, rank)
+                ring.writer.hold(slot, 1, [rank])
+            with pytest.raises(ValueError, match="no slot"):
+                ring.writer.end_hold(slot, rank)
 
 
 def test_expected_ranks() -> None:
@@ -914,7 +998,7 @@ def test_draft_is_shared_until_it_is_published() -> None:
         got[:4] = b"mine"
         assert b"later" == view[:5]
         del view, draft
-        assert 1 == ring.writer.given_ups
+        assert 1 == ring.writer.ended_drafts
         assert b"mine" == got[:4]
 
 
@@ -1328,8 +1412,9 @@ def use_in_child(pipe: Connection, ring: Ring, lock: EndLock) -> None:
         lambda: writer.copy_to_block(ring.layout.arena_offset, memoryview(b"x")),
         lambda: writer.block_view(ring.layout.arena_offset, 1),
         lambda: writer.draft(ring.layout.arena_offset, 1),
-        lambda: writer.given_ups,
-        lambda: writer.given_up(0, 0),
+        writer.given_up_holds,
+        lambda: writer.hold(0, 1, [0]),
+        lambda: writer.end_hold(0, 0),
         lambda: writer.wait_for_space(0, 1000),
         lambda: writer.admit(0, True),
         lambda: writer.strike(0),
@@ -1341,7 +1426,6 @@ def use_in_child(pipe: Connection, ring: Ring, lock: EndLock) -> None:
         reader.try_take,
         reader.release,
         lambda: reader.wait(0, 1000),
-        reader.keep_leases,
         lambda: reader.lag,
         lambda: reader.is_struck,
         lambda: reader.is_closing,

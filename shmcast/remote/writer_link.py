@@ -144,11 +144,6 @@ class Peer:
     is_admitted: bool = False
 
     @property
-    def may_map_blocks(self) -> bool:
-        """Never: blocks are sent to other hosts."""
-        return False
-
-    @property
     def released(self) -> int:
         """How many messages it has given back; once started."""
         assert self.seat is not None

@@ -143,6 +143,7 @@ BUGS: Final = (
         "_ring.pyx",
         """
         if self._is_struck():
+            self._end_taken()
             return False
         self.cursor += 1
 """,
@@ -222,14 +223,14 @@ BUGS: Final = (
         """
         if not is_dropped:
             self.is_broken = True  # and the block is never given up: its next use would be torn
-        elif not lease.is_given_up and lease.use <= self.released:
+        elif lease.use <= self.released:
             # A message that was not released may be taken again: its blocks stay.
             give_up(self.given_up, self.given_ups, lease.slot, lease.use)
 """,
         """
         if not is_dropped:
             self.is_broken = True
-        elif not lease.is_given_up:
+        else:
             give_up(self.given_up, self.given_ups, lease.slot, lease.use)
 """,
         ("test_leases.py::test_no_memory_in_a_take",),
@@ -487,7 +488,7 @@ RACES: Final = (
         "given-up word",
         "_ring.pyx",
         """
-    store_release(&given_up[slot], use)
+    raise_to(&given_up[slot], use)
 """,
         """
     store_relaxed(&given_up[slot], use)
