@@ -31,6 +31,7 @@ from shmcast import (
     QueueClosed,
     QueueEmpty,
     QueueFull,
+    QueueNotReady,
     ReaderLost,
     WriterLost,
 )
