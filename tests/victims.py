@@ -169,7 +169,7 @@ def attach(queue: MessageQueue, reader: MessageReader) -> None:
     """Take the steps of both ends of a handshake."""
     while not reader._step():
         queue._writer.survey()
-        queue._evict_lost()
+        queue._writer.log_lost()
 
 
 def message(number: int, *, in_block: bool) -> Any:
