@@ -295,7 +295,7 @@ class MessageQueue(QueueEnd):
             except BaseException:
                 writer.arena.settle()
                 raise
-            if buffers or writer.try_publish(stream, buffers):
+            if buffers or writer.ring.try_publish(stream, buffers):
                 writer.publish(stream, buffers, deadline)
             elif writer.remote is not None:
                 writer.hand_on(stream)
@@ -346,7 +346,7 @@ class MessageQueue(QueueEnd):
 
     def _open_writer(self) -> Writer:
         self._lock.check_not_forked()
-        writer: Writer | None = self.__dict__.get("_writer")
+        writer: Writer | None = getattr(self, "_writer", None)
         if writer is None or self.closed:
             raise QueueClosed("this writer is closed")
         return writer
@@ -355,19 +355,19 @@ class MessageQueue(QueueEnd):
         return self._writer.step_alone()
 
     def _nudge(self) -> None:
-        if (writer := self.__dict__.get("_writer")) is not None:
+        if (writer := getattr(self, "_writer", None)) is not None:
             writer.nudge()
 
     def _stop_waits(self) -> None:
-        if (writer := self.__dict__.get("_writer")) is not None:
+        if (writer := getattr(self, "_writer", None)) is not None:
             writer.stop()
 
     def _say_failed(self, text: str) -> None:
-        if (writer := self.__dict__.get("_writer")) is not None:
+        if (writer := getattr(self, "_writer", None)) is not None:
             writer.say_failed(text)
 
     def _finish(self) -> None:
-        writer: Writer | None = self.__dict__.get("_writer")
+        writer: Writer | None = getattr(self, "_writer", None)
         if writer is not None:  # else the constructor failed, or a signal came after the last line
             writer.say_closing()
         self._watch.close()
@@ -375,8 +375,8 @@ class MessageQueue(QueueEnd):
             writer.close()
         # The mappings end here, unless another thread is still on its way out of a call. The last
         # lines, since a signal may interrupt this and `close` come again.
-        self.__dict__.pop("_pickler", None)
-        self.__dict__.pop("_writer", None)
+        for name in ("_pickler", "_writer"):
+            self.__dict__.pop(name, None)
 
     def close_inherited(self) -> None:
         """For a forked child; see `door.End`."""
@@ -545,7 +545,7 @@ class MessageReader(QueueEnd):
             QueueClosed: this end is closed.
         """
         self._lock.check_not_forked()
-        source: Source | None = self.__dict__.get("_source")
+        source: Source | None = getattr(self, "_source", None)
         if source is None or self.closed:
             raise QueueClosed("this reader is closed")
         ring = source.ring
@@ -669,19 +669,19 @@ class MessageReader(QueueEnd):
 
     @property
     def _is_over(self) -> bool:
-        source: Source | None = self.__dict__.get("_source")
+        source: Source | None = getattr(self, "_source", None)
         return self.closed or (source is not None and source.is_over)
 
     def _say_failed(self, text: str) -> None:
-        if (source := self.__dict__.get("_source")) is not None:
+        if (source := getattr(self, "_source", None)) is not None:
             source.say_failed(text)
 
     def _nudge(self) -> None:
-        if (source := self.__dict__.get("_source")) is not None:
+        if (source := getattr(self, "_source", None)) is not None:
             source.nudge()
 
     def _stop_waits(self) -> None:
-        if (source := self.__dict__.get("_source")) is not None:
+        if (source := getattr(self, "_source", None)) is not None:
             source.stop()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -692,7 +692,7 @@ class MessageReader(QueueEnd):
 
     def _finish(self) -> None:
         self._watch.close()
-        if (source := self.__dict__.get("_source")) is not None:
+        if (source := getattr(self, "_source", None)) is not None:
             source.close()
         # The mappings end here, unless another thread is still on its way out of a call. The last
         # lines, as for the writer.

@@ -117,7 +117,7 @@ class Relay(QueueEnd):
             parts = [number.to_bytes(_NUMBER_BYTES, "little"), bytes(stream)]
             views = [memoryview(buffer) for buffer in buffers]
             try:
-                if views or writer.try_publish(parts, views):
+                if views or writer.ring.try_publish(parts, views):
                     writer.publish(parts, views, time.monotonic())
             except (QueueFull, MessageTooLarge, ReaderLost) as error:
                 _log.info("%s can't pass on message %d: %s", self._name, number, error)

@@ -136,8 +136,6 @@ class Writer:
         roster: who reads.
     """
 
-    remote: RemoteWriter | None = None
-
     def __init__(
         self,
         config: QueueConfig,
@@ -183,14 +181,13 @@ class Writer:
                 has_left=self.ring.has_left,
             )
             undo.callback(self.control.close_descriptors)
+            self.remote: RemoteWriter | None = None
             if len(ranks) < config.n_readers:
                 self.remote = self._open_to_remote_ranks(ranks, token)
             undo.pop_all()
         doors: list[Door[Any]] = [self.control]
         if self.remote is not None:
             doors.append(self.remote)
-        #: What is small and finds a free chunk; truthy if it does not.
-        self.try_publish = self.ring.try_publish
         self.roster = Roster(self.ring, doors, lock)
 
     def _open_to_remote_ranks(self, local_ranks: tuple[int, ...], token: str) -> RemoteWriter:
@@ -244,7 +241,7 @@ class Writer:
 
     def publish(self, stream: list[bytes], buffers: list[memoryview], deadline: float) -> None:
         """
-        Publish what has large buffers, or what `try_publish` could not.
+        Publish what has large buffers, or what the ring's `try_publish` could not.
 
         Raises what `MessageQueue.enqueue` does.
         """
