@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import math
 import os
 import sys
@@ -17,15 +16,13 @@ from shmcast.errors import QueueClosed, ShmcastError
 
 __all__ = ["Exit", "QueueEnd"]
 
-_log = logging.getLogger("shmcast.queue")
-
 
 class _TurnTaken(Exception):
     """The end is in use."""
 
 
 class QueueEnd:
-    """What both ends share: turns, steps, closing, the context manager."""
+    """What all ends share: turns, steps, closing, the context manager."""
 
     _lock: EndLock
     _watch: Watch
