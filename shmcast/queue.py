@@ -80,7 +80,8 @@ class MessageQueue(QueueEnd):
     queue, as `close(error=...)` does; so does an uncaught exception that ends the process while the
     queue is open. No failures are `GeneratorExit`, `sys.exit()` with status 0, and `QueueClosed`
     after this end was closed. An end that is dropped, or open when the program ends otherwise,
-    counts as closed: a status such as that of `sys.exit(3)` is seen by `with` alone.
+    counts as closed: a status such as that of `sys.exit(3)` is seen by `with` alone. From Python
+    3.13 on a child of `multiprocessing` that ends by an error outside of `with` counts as killed.
 
     Args:
         config: the settings.
@@ -401,7 +402,8 @@ class MessageReader(QueueEnd):
     reader, as `close(error=...)` does; so does an uncaught exception that ends the process while it
     is open. No failures are `GeneratorExit`, `sys.exit()` with status 0, and `QueueClosed` after
     this queue has ended. A reader that is dropped, or open when the program ends otherwise, counts
-    as closed: a status such as that of `sys.exit(3)` is seen by `with` alone.
+    as closed: a status such as that of `sys.exit(3)` is seen by `with` alone. From Python 3.13 on a
+    child of `multiprocessing` that ends by an error outside of `with` counts as killed.
 
     Args:
         handle: from the writer's `export_handle`.
