@@ -431,6 +431,54 @@ def test_a_python_that_lacks_or_replaces_calls(before: str) -> None:
     assert "goes on\n" == result.stdout, result.stderr
 
 
+REMOTE = """
+from shmcast import *
+config = QueueConfig(n_readers=1, local_reader_ranks=(), bind="tcp://127.0.0.1:0")
+with MessageQueue(config) as queue, MessageReader(queue.export_handle(), 0) as reader:
+    queue.enqueue("arrives")
+    print(reader.dequeue(30))
+"""
+
+
+@pytest.mark.parametrize(
+    ("patched", "expected"),
+    [("", "which gevent has replaced in this process"), ("select=False, thread=False", "arrives")],
+    ids=["all", "allowed"],
+)
+def test_remote_ranks_under_gevent(patched: str, expected: str) -> None:
+    """Remote ranks say what gevent must leave alone, and work if it does."""
+    pytest.importorskip("gevent")
+    before = GEVENT.replace("patch_all()", f"patch_all({patched})")
+    assert patched in before
+    program = [sys.executable, "-W", "ignore", "-c", before + REMOTE]
+    result = subprocess.run(
+        program, check=False, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert expected in result.stdout + result.stderr
+
+
+def write_and_read(pipe: Connection) -> None:
+    """Write one queue and read another process's."""
+    with MessageQueue(QueueConfig()) as queue:
+        pipe.send(queue.export_handle())
+        with MessageReader(pipe.recv(), 0) as reader:
+            queue.enqueue("from the other")
+            pipe.send(reader.dequeue(PATIENCE_S))
+            pipe.recv()
+
+
+def test_two_processes_that_read_each_other(start_child: StartChild) -> None:
+    """Two processes each write a queue and read the other's: neither waits for ever."""
+    children = [start_child(write_and_read) for _ in range(2)]
+    handles = [child.receive() for child in children]
+    for child, handle in zip(children, reversed(handles), strict=True):
+        child.pipe.send(handle)
+    for child in children:
+        assert "from the other" == child.receive()
+    for child in children:
+        child.pipe.send("end")
+
+
 # --- turns ----------------------------------------------------------------------------------------
 
 

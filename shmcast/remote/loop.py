@@ -33,6 +33,7 @@ import zmq.utils.garbage  # its `atexit` has to be registered before ours
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
+from shmcast.errors import ConfigError
 from shmcast.remote.timing import Timing
 
 __all__ = [
@@ -181,7 +182,18 @@ class Loop:
 
     @classmethod
     def enter(cls) -> Loop:
-        """The loop, for one more link; `leave` or a link that is done gives it back."""
+        """
+        The loop, for one more link; `leave` or a link that is done gives it back.
+
+        Raises:
+            ConfigError: gevent has replaced what the thread needs.
+            OSError: there are not enough descriptors.
+        """
+        if not hasattr(select, "epoll"):
+            raise ConfigError(
+                "remote ranks need select.epoll and threads, which gevent has replaced in this "
+                "process; allowed is monkey.patch_all(select=False, thread=False)"
+            )
         with cls.lock:
             check_descriptors()
             loop = cls.current or cls()
