@@ -267,7 +267,6 @@ class RemoteAttachment(Source):
         self.ring = self.remote.ring
         self._handle = relay_handle(handle)
         self._candidate: Attachment | None = None  # to a relay that has not answered yet
-        self._relayed: Relayed | None = None
         self._join_at = 0.0
 
     @property
@@ -297,8 +296,11 @@ class RemoteAttachment(Source):
 
     def settle(self, deadline: float) -> None:
         """Look for the relay of this host, or become it."""
+        if self.ring.relayed is not None:
+            self._candidate = None  # it is that one: a signal may have come between
+            return
         now = time.monotonic()
-        if now < self._join_at or self.remote.is_relay or self._relayed is not None:
+        if now < self._join_at or self.remote.is_relay:
             return
         self._join_at = now + _JOIN_PAUSE_S
         try:
@@ -322,10 +324,8 @@ class RemoteAttachment(Source):
             if left_s <= 0:
                 return
             candidate.wait_for_step(left_s)
-        # resumable: what is done already is found so at the next try.
-        self._relayed = Relayed(candidate)
+        self.remote.take_from(Relayed(candidate))
         self._candidate = None
-        self.remote.take_from(self._relayed)
 
     def _new_candidate(self) -> Attachment | None:
         """To this host's relay, or None if this end has become that."""
@@ -354,11 +354,10 @@ class RemoteAttachment(Source):
         Raises:
             WriterLost: it can't be reached any more, and everything that arrived was read.
         """
-        relayed = self._relayed
+        relayed = self.ring.relayed
         if relayed is not None and relayed.is_over():
             self._join_at = 0.0
             self.remote.take_from(None)
-            self._relayed = None
             relayed.close()
         self.settle(deadline)
         self.remote.check_alive()
@@ -373,12 +372,12 @@ class RemoteAttachment(Source):
         with contextlib.ExitStack() as parts:
             parts.callback(self.remote.close)
             parts.callback(self._drop_candidate)
-            if self._relayed is not None:
-                parts.callback(self._relayed.close)
+            if self.ring.relayed is not None:
+                parts.callback(self.ring.relayed.close)
 
     def close_inherited(self) -> None:
         """Close what a forked child has of it; the I/O thread's are closed after a fork."""
-        for inherited in (self._candidate, self._relayed):
+        for inherited in (self._candidate, self.ring.relayed):
             if inherited is not None:
                 inherited.close_inherited()
 

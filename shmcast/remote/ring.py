@@ -95,6 +95,9 @@ class Relayed(Protocol):
     def close(self) -> None:
         """Leave the ring."""
 
+    def close_inherited(self) -> None:
+        """Close what a forked child has of it."""
+
 
 class _Signal:
     """An event of one waiter, without a descriptor."""
