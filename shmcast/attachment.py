@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shmcast._ring import Mapping, RingReader, new_bytearray, read_image
 from shmcast.config import QueueConfig
-from shmcast.control import ReaderControl, failure_text, is_foreign, named
-from shmcast.errors import ProtocolError, QueueClosed, ShmcastError, WriterFailed, WriterLost
+from shmcast.control import ReaderControl, failure_text, named
+from shmcast.errors import (
+    ProtocolError,
+    QueueClosed,
+    ShmcastError,
+    WriterFailed,
+    WriterLost,
+    is_foreign,
+)
 from shmcast.segment import FROZEN, Segment, seals_of
 from shmcast.waiting import spin_ns_of
 
@@ -60,6 +67,11 @@ class Source:
     def writer_name(self) -> str:
         """What texts call the writer's process."""
         raise NotImplementedError
+
+    @property
+    def state_text(self) -> str:
+        """What is known of a writer that has not admitted this rank."""
+        return "has not answered: it may be stopped"
 
     def step(self) -> bool:
         """Take the handshake as far as it goes without waiting; whether it is done."""
@@ -193,7 +205,7 @@ class Attachment(Source):
         try:
             self._take_frames()
         except BaseException as error:
-            # Kept, since the door thread may take a step, or a frame is lost.
+            # Kept for the next call: the door thread may have met it, or a frame was lost.
             if isinstance(error, ShmcastError | OSError) and not is_foreign(error):
                 self._failure = type(error), error.args
             else:
@@ -224,6 +236,8 @@ class Attachment(Source):
                 return
             reason = "this kernel does not drop private pages"
         except OSError as error:
+            if is_foreign(error):
+                raise
             reason = f"a private mapping was refused ({error})"
         _log.warning("%s copies large buffers: %s", self._name, reason)
 
@@ -296,6 +310,8 @@ def _own_image(file: int, size_bytes: int) -> Mapping | bytearray:
     try:
         return Mapping(file, size_bytes, shared=False, writable=True)
     except OSError as error:
+        if is_foreign(error):
+            raise
         # RLIMIT_AS, RLIMIT_DATA or overcommit: maybe there is room in the heap.
         _log.warning("a private mapping was refused (%s), so a message is copied", error)
         image = new_bytearray(size_bytes)

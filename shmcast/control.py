@@ -54,6 +54,7 @@ from shmcast.errors import (
     ShmcastError,
     WriterFailed,
     WriterLost,
+    is_foreign,
 )
 from shmcast.layout import MOST_FAILURE_BYTES
 
@@ -66,7 +67,6 @@ __all__ = [
     "ReaderControl",
     "WriterControl",
     "failure_text",
-    "is_foreign",
     "named",
     "peer_of",
 ]
@@ -89,13 +89,6 @@ _PF_EXITING: Final = 0x4  # linux/sched.h, in the flags of /proc/PID/stat
 _SO_PEERPIDFD: Final = 77  # Linux 6.5; not in `socket` (asm-generic/socket.h)
 _F_LOCK: Final = struct.Struct("hhqqi4x")
 _INT: Final = struct.Struct("=i")
-
-
-def is_foreign(error: Exception) -> bool:
-    """Whether it is a signal handler's, such as the TimeoutError of an alarm."""
-    return (
-        isinstance(error, OSError) and error.errno is None and not isinstance(error, ShmcastError)
-    )
 
 
 def failure_text(error: BaseException | str) -> str:
@@ -171,6 +164,8 @@ class LockFile:
             try:
                 self._fcntl(fcntl.F_SETLK, fcntl.F_WRLCK, byte)
             except OSError as error:
+                if is_foreign(error):
+                    raise
                 is_held = error.errno in (errno.EAGAIN, errno.EACCES)
                 reason = "is held elsewhere" if is_held else f"can't be locked: {error.strerror}"
                 raise ProtocolError(f"byte {byte} of the lock file {reason}") from error
@@ -237,7 +232,9 @@ def _is_exiting(pid: int) -> bool:
             fields = (task / "stat").read_text().rpartition(") ")[2].split()
             if not int(fields[6]) & _PF_EXITING:
                 return False
-    except OSError:  # it ended just now, or /proc is hidden: then the pidfd decides
+    except OSError as error:  # it ended just now, or /proc is hidden: then the pidfd decides
+        if is_foreign(error):
+            raise
         return False
     return True
 
@@ -299,7 +296,9 @@ class Process:
             # Its number for this /proc, which may be of another pid namespace than this process.
             fields = Path(f"/proc/self/fdinfo/{self.pidfd}").read_text().split()
             maps = Path(f"/proc/{fields[fields.index('Pid:') + 1]}/maps").read_bytes()
-        except (OSError, ValueError):  # it ended just now, or /proc is hidden
+        except (OSError, ValueError) as error:  # it ended just now, or /proc is hidden
+            if is_foreign(error):
+                raise
             return True
         # Nothing is mapped where the main thread has ended; other threads may go on.
         return not maps or self.data_file in maps
@@ -736,9 +735,11 @@ class WriterControl:
 
     def _forget(self, connection: _Connection) -> None:
         """Close a connection that holds no admitted rank."""
-        if connection.holder is not None:
-            del self.holders[connection.holder.rank]
-        del self._connections[connection.socket.fileno()]
+        # resumable: this is done again until the connection is closed.
+        holder = connection.holder
+        if holder is not None and self.holders.get(holder.rank) is holder:
+            del self.holders[holder.rank]
+        self._connections.pop(connection.socket.fileno(), None)
         self._close(connection)
 
     def _close(self, connection: _Connection) -> None:
@@ -759,6 +760,7 @@ class WriterControl:
             step(connection)
         except (_Gone, _NoDescriptors, ProtocolError, OSError) as error:
             if is_foreign(error):
+                self._refuse_cut(connection)
                 raise
             # The end of a connection is no death, and garbage none either: a holder that was
             # admitted stays one for as long as its lock says so.
@@ -767,16 +769,16 @@ class WriterControl:
             elif connection.is_open:
                 self._forget(connection)
         except BaseException:
-            # A frame may be lost. Who waits for its answer shall not wait for ever.
-            if connection.is_open and not (connection.holder and connection.holder.is_admitted):
-                with contextlib.suppress(OSError):  # it has gone
-                    _send(
-                        connection.socket,
-                        _REFUSAL,
-                        body=b"the writer was interrupted in the handshake",
-                    )
-                self._forget(connection)
+            self._refuse_cut(connection)
             raise
+
+    def _refuse_cut(self, connection: _Connection) -> None:
+        # A frame may be lost. Who waits for its answer shall not wait for ever.
+        if connection.is_open and not (connection.holder and connection.holder.is_admitted):
+            with contextlib.suppress(OSError):  # it has gone
+                text = b"the writer was interrupted in the handshake"
+                _send(connection.socket, _REFUSAL, body=text)
+            self._forget(connection)
 
     def _take_up(self, connection: _Connection) -> None:
         """Go on with what had to wait: a claim, or an admission."""
@@ -916,9 +918,9 @@ class WriterControl:
             has_gone = not self.lock_file.is_held(rank_byte(rank))  # all that tells
         self._past.add(holder.connection.process)
         self.strike(rank, None if has_gone else holder.connection.process)
-        del self.holders[rank]
         self._connections.pop(holder.connection.socket.fileno(), None)
         self._close(holder.connection)
+        del self.holders[rank]  # last: what a signal cuts off is done again
 
     def is_dead(self, holder: Holder) -> bool:
         """
@@ -1208,7 +1210,9 @@ class ReaderControl:
         while True:
             try:
                 frame = _receive(self._socket, 1)
-            except (_Gone, OSError):
+            except (_Gone, OSError) as error:
+                if is_foreign(error):
+                    raise
                 return  # what is missing is said by the message that misses it
             except _NoDescriptors as cut:
                 self._add_file(cut.frame)

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from shmcast._system import EVENT_ONCE, EVENT_READABLE, Poller, Thread, name_thread
+from shmcast.errors import is_foreign
 
 __all__ = ["End", "Watch", "all_ends", "say"]
 
@@ -121,8 +122,11 @@ class Watch:
         if door is None:
             return
         for descriptor in list(self._descriptors):
-            with contextlib.suppress(OSError):  # the program closed it
+            try:
                 door.poller.modify(descriptor, EVENT_READABLE | EVENT_ONCE, self.key)
+            except OSError as error:  # the program closed it
+                if is_foreign(error):
+                    raise
 
     def is_free(self) -> None:
         """The call that the end was in is over."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import math
 import os
 import sys
@@ -15,6 +16,8 @@ from shmcast.door import Watch, all_ends
 from shmcast.errors import QueueClosed, ShmcastError
 
 __all__ = ["Exit", "QueueEnd"]
+
+_log = logging.getLogger("shmcast.queue")
 
 
 class _TurnTaken(Exception):
@@ -134,7 +137,10 @@ class Exit:
         error = _uncaught()
         for end in all_ends():
             if isinstance(end, QueueEnd) and end._is_failure(error):
-                end._close(error)
+                try:
+                    end._close(error)
+                except Exception:  # the others are closed whatever that raises
+                    _log.exception("%r can't be closed", end)
 
 
 os.register_at_fork(after_in_child=Exit.after_fork_in_child)

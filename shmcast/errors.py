@@ -22,6 +22,7 @@ __all__ = [
     "ShmcastError",
     "WriterFailed",
     "WriterLost",
+    "is_foreign",
 ]
 
 
@@ -104,3 +105,10 @@ class QueueNotReady(_NamesRanks, TimeoutError):
     Attributes:
         ranks: the ranks that are missing.
     """
+
+
+def is_foreign(error: Exception) -> bool:
+    """Whether it is a signal handler's, such as the TimeoutError of an alarm."""
+    return (
+        isinstance(error, OSError) and error.errno is None and not isinstance(error, ShmcastError)
+    )

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import attrs
 
-from shmcast._ring import (
-    EndLock,
-)
+from shmcast._ring import EndLock
 from shmcast.arena import LEAST_BLOCK_BYTES
 from shmcast.attachment import Attachment, Source
 from shmcast.config import QueueConfig
@@ -36,8 +34,6 @@ from shmcast.writer import QueueStats, Writer
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
-
-    # zmq is imported only where there are remote readers.
 
 __all__ = ["MessageQueue", "MessageReader", "ReaderStats"]
 
@@ -396,7 +392,8 @@ class MessageReader(QueueEnd):
     A reader: an end of a queue that dequeues. It holds one rank.
 
     Any number of threads may use it; each message goes to exactly one of them. It connects and
-    sends its claim here, and does not wait for the writer.
+    sends its claim here, and does not wait for the writer. The first reader of a rank gets every
+    message; one that comes after it gets those that are published after its `wait_until_ready`.
 
     Leave it by `close` or as a context manager. A `with` block that ends by an exception fails the
     reader, as `close(error=...)` does; so does an uncaught exception that ends the process while it
@@ -434,6 +431,7 @@ class MessageReader(QueueEnd):
         self._release: Callable[[], object] = _nothing
         self._is_told = False  # whether the door thread watches the writer's process
         self._watch = Watch(self)
+        self._lock = EndLock("reader", self._watch.is_free)
         Exit.expect()
         self._source: Source
         if self._rank in handle.local_reader_ranks:
@@ -442,7 +440,6 @@ class MessageReader(QueueEnd):
             if not handle.curve_keys:  # nobody vouches for what comes
                 self._loads = checked_loads(allow)
             self._source = RemoteAttachment(handle, self._rank)
-        self._lock = EndLock("reader", self._watch.is_free)
         try:
             self._watch.watch(*self._source.watched)
         except BaseException:
@@ -617,14 +614,14 @@ class MessageReader(QueueEnd):
         self._source.settle(deadline)
 
     def _wait_for_admission(self, deadline: float) -> None:
-        wait = Wait(deadline, QueueConfig().warn_after_s)
+        wait = Wait(deadline, self._source.warn_after_s)
         while not self._step():
             check_open(self._lock, repr(self))
             slice_s = wait.slice_s(is_told=False)
             if not slice_s:
                 raise QueueNotReady(
                     f"rank {self._rank} is not attached after {wait.elapsed_s:.3g} s: the writer "
-                    f"({self._source.writer_name}) has not answered: it may be stopped",
+                    f"({self._source.writer_name}) {self._source.state_text}",
                     (self._rank,),
                 )
             self._source.wait_for_step(slice_s)

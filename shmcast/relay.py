@@ -20,7 +20,7 @@ import attrs
 from shmcast._ring import EndLock
 from shmcast.attachment import Attachment, Source
 from shmcast.config import QueueConfig
-from shmcast.control import failure_text, is_foreign, named
+from shmcast.control import failure_text, named
 from shmcast.door import Watch
 from shmcast.ends import QueueEnd
 from shmcast.errors import (
@@ -30,6 +30,7 @@ from shmcast.errors import (
     ReaderLost,
     ShmcastError,
     WriterLost,
+    is_foreign,
 )
 from shmcast.handle import Handle
 from shmcast.writer import Writer
@@ -141,6 +142,10 @@ class Relay(QueueEnd):
     def _stop_waits(self) -> None:
         """There are none."""
 
+    def _is_failure(self, error: BaseException | None) -> bool:  # noqa: ARG002
+        """Never: the reader that relays says so, and its I/O thread closes this end."""
+        return False
+
     def _say_failed(self, text: str) -> None:
         self._writer.say_failed(text)
 
@@ -177,7 +182,7 @@ class Relayed:
         return self._ring.lag
 
     def take(self, number: int) -> Arrived | None:
-        """The message with this number, or None if it is not there; what is before it is over."""
+        """The message with this number, or None if it is not there; earlier ones are released."""
         while not self._is_broken:
             if self._head is None:
                 self._head = self._next()
@@ -274,6 +279,12 @@ class RemoteAttachment(Source):
         """What texts call the writer's process."""
         return named(self.remote.writer_pid)
 
+    @property
+    def state_text(self) -> str:
+        """What is known of a writer that has not admitted this rank."""
+        note = self.remote.note
+        return f"says that {note}" if note else super().state_text
+
     def step(self) -> bool:
         """
         See how far the handshake is; whether it is done.
@@ -287,6 +298,8 @@ class RemoteAttachment(Source):
             except ShmcastError as error:
                 self.remote.say_failed(failure_text(error))
                 raise
+        if self.remote.sizes is not None:
+            self.warn_after_s = self.remote.sizes.warn_after_us / 1e6
         self.is_attached = self.remote.is_admitted
         return self.is_attached
 

@@ -70,8 +70,8 @@ class Roster:
 
     Attributes:
         losses: how many readers were lost.
-        unreported: the losses that no call has reported so far, since a signal may come between:
-            by rank, with each text whether it is no death, but damage.
+        unreported: the losses that no call has reported so far: rank → (text, whether its memory
+            is damaged).
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Roster:
                 door.vacate(rank)
 
     def take_lost(self) -> dict[int, tuple[str, bool]]:
-        """The losses that were not reported, which they are now."""
+        """The unreported losses, which count as reported from now on."""
         lost, self.unreported = dict(sorted(self.unreported.items())), {}
         return lost
 

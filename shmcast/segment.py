@@ -22,7 +22,7 @@ import attrs
 
 from shmcast._ring import Mapping
 from shmcast._system import memory_file
-from shmcast.errors import ConfigError, MessageTooLarge, ProtocolError
+from shmcast.errors import ConfigError, MessageTooLarge, ProtocolError, is_foreign
 from shmcast.layout import HEADER_BYTES, Layout
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def _short_of_memory(size_bytes: int, setting: str) -> Iterator[None]:
         yield
     except OSError as error:
         # The source was freed, or the program closed the descriptor: not a lack of memory.
-        if error.errno in (errno.EFAULT, errno.EBADF):
+        if is_foreign(error) or error.errno in (errno.EFAULT, errno.EBADF):
             raise
         available_bytes = memory_available_bytes()
         left = "?" if available_bytes == sys.maxsize else available_bytes

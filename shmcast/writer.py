@@ -26,7 +26,7 @@ from shmcast.arena import Arena, Block
 from shmcast.config import QueueConfig
 from shmcast.control import WRITER_BYTE, Holder, LockFile, WriterControl
 from shmcast.door import say
-from shmcast.errors import ProtocolError, QueueFull, ReaderLost, ShmcastError
+from shmcast.errors import ProtocolError, QueueFull, ReaderLost, ShmcastError, is_foreign
 from shmcast.layout import Layout
 from shmcast.roster import Door, Roster, log_after, ranks_text
 from shmcast.segment import (
@@ -182,20 +182,21 @@ class Writer:
             )
             undo.callback(self.control.close_descriptors)
             self.remote: RemoteWriter | None = None
+            doors: list[Door[Any]] = [self.control]
             if len(ranks) < config.n_readers:
                 self.remote = self._open_to_remote_ranks(ranks, token)
+                undo.callback(self.remote.close)
+                self.control.watch(self.remote.claimed.descriptor)
+                doors.append(self.remote)
+            self.roster = Roster(self.ring, doors, lock)
             undo.pop_all()
-        doors: list[Door[Any]] = [self.control]
-        if self.remote is not None:
-            doors.append(self.remote)
-        self.roster = Roster(self.ring, doors, lock)
 
     def _open_to_remote_ranks(self, local_ranks: tuple[int, ...], token: str) -> RemoteWriter:
         from shmcast.remote import RemoteWriter, RingSizes
 
         config, segment, ring = self._config, self.segment, self.ring
         assert config.bind is not None  # the config has seen to that
-        remote = RemoteWriter(
+        return RemoteWriter(
             bind=config.bind,
             security=config.security,
             ranks=tuple(sorted({*range(config.n_readers)} - {*local_ranks})),
@@ -214,8 +215,6 @@ class Writer:
             strike=self.arena.strike,
             has_left=ring.has_left,
         )
-        self.control.watch(remote.claimed.descriptor)
-        return remote
 
     def wait_until_read(self, deadline: float) -> None:
         """Wait until every rank has taken every message; raises as `MessageQueue.close` does."""
@@ -327,6 +326,8 @@ class Writer:
                     stream, buffers, message.places, message.image_place, drafts, descriptor
                 )
             except OSError as error:
+                if is_foreign(error):
+                    raise
                 raise ShmcastError(
                     f"the message was published, but a tensor of `empty` in it can't be used any "
                     f"more: {error}"
@@ -377,9 +378,15 @@ class Writer:
         Args:
             last_stream: the parts of the last message, if it has no buffers.
         """
-        remote = self.remote
-        if remote is None:
+        if self.remote is None:
             return
+        try:
+            self._hand_on(self.remote, last_stream)
+        except ShmcastError:  # nobody sends any more, which is said once
+            self._n_handed_on = self.ring.messages
+            raise
+
+    def _hand_on(self, remote: RemoteWriter, last_stream: Sequence[bytes]) -> None:
         if len(last_stream) == 1 and self._n_handed_on == self.ring.messages - 1:
             remote.publish(self._n_handed_on, memoryview(last_stream[0]), [])
             self._n_handed_on += 1
@@ -521,7 +528,10 @@ class Writer:
 
     def say_closing(self) -> None:
         """Tell readers that nothing follows."""
-        self.hand_on()
+        try:
+            self.hand_on()
+        except ShmcastError as error:
+            _log.warning("%s closes: %s", self._name, error)
         # Nothing can be published any more, so what the closing mark says is true.
         self.ring.say_closing()
 

@@ -844,3 +844,32 @@ def test_the_reason_comes_before_the_mark(
     states = list(zip(seen[::2], seen[1::2], strict=True))
     assert ("closed", "no disk") in states
     assert ("closed", "no reason") not in states
+
+
+AFTER_A_READER_THAT_FOUND_NOBODY = """
+import sys
+from shmcast import *
+try:
+    MessageReader(Handle.from_json(sys.argv[1]), 0)
+except WriterLost as error:
+    kept = error
+queue = MessageQueue(QueueConfig())
+print(queue.export_handle().to_json(), flush=True)
+queue.wait_until_ready(30)
+raise RuntimeError("disk full")
+"""
+
+
+def test_an_end_that_was_never_made() -> None:
+    """A reader whose constructor failed does not keep the exit from failing the other ends."""
+    with MessageQueue(QueueConfig()) as closed:
+        handle = closed.export_handle().to_json()
+    program = [sys.executable, "-c", AFTER_A_READER_THAT_FOUND_NOBODY, handle]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        with MessageReader(Handle.from_json(process.stdout.readline().decode()), 0) as reader:
+            reader.wait_until_ready(PATIENCE_S)
+            _, errors = process.communicate(timeout=PATIENCE_S)
+            with pytest.raises(WriterFailed, match="RuntimeError: disk full"):
+                reader.dequeue(PATIENCE_S)
+    assert b"AttributeError" not in errors

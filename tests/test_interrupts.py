@@ -657,3 +657,35 @@ def test_iteration_lets_go_of_each_message(make_queue: MakeQueue) -> None:
         closer.start()
     closer.join()  # the iteration ends while the close is still under way
     assert [False] == seen
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "shmcast.segment._Budget.spend",
+        "shmcast.control._receive",
+        "shmcast.control.WriterControl._take_frames",
+    ],
+)
+def test_a_handler_s_own_oserror(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """The TimeoutError that a signal handler raises ends the call, wherever it comes."""
+
+    def alarm_comes(*_: object) -> None:
+        raise TimeoutError("of the handler")
+
+    monkeypatch.setattr("shmcast.door.Watch.watch", lambda *_: None)  # in the calls, not beside
+    with MessageQueue(QueueConfig(arena_bytes=0)) as queue:
+        reader = MessageReader(queue.export_handle(), 0)
+        with reader, monkeypatch.context() as patch:
+            if call != "shmcast.control.WriterControl._take_frames":
+                while not reader._step():
+                    queue._writer.survey()
+            patch.setattr(call, alarm_comes)
+            message = PickleBuffer(bytearray(10_000_000))
+            use = {
+                "shmcast.segment._Budget.spend": lambda: queue.enqueue(message),
+                "shmcast.control._receive": lambda: reader.dequeue(1),
+                "shmcast.control.WriterControl._take_frames": lambda: queue.wait_until_ready(1),
+            }
+            with pytest.raises(TimeoutError, match="of the handler"):
+                use[call]()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import gc
 import mmap
 import os
 import pickle
@@ -26,7 +28,7 @@ import numpy as np
 import pytest
 import torch
 import zmq
-from conftest import PATIENCE_S, StartChild, wait_for_remote_ends
+from conftest import PATIENCE_S, StartChild, count_descriptors, wait_for_remote_ends
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_contract import (
@@ -63,6 +65,7 @@ from shmcast.relay import RemoteAttachment
 from shmcast.remote.frames import ADMITTED, MAGIC, Kind, RingSizes, pack, unpack
 from shmcast.remote.loop import Link, Loop, allow
 from shmcast.remote.writer_link import State
+from shmcast.roster import Roster
 
 BIND = "tcp://127.0.0.1:0"
 SECURITIES = ["curve", "none"]
@@ -1470,7 +1473,9 @@ def test_cuts_of_an_idle_reader(behind_proxy: BehindProxy, monkeypatch: pytest.M
                 queue.enqueue(number)
                 assert number == reader.dequeue(PATIENCE_S)
                 for _ in range(5):
-                    wait_for(lambda: link.is_heard and proxy.cut(), "it is not connected")
+                    wait_for(
+                        lambda: link._gone_since is None and proxy.cut(), "it is not connected"
+                    )
             queue.enqueue("last")
             assert "last" == reader.dequeue(PATIENCE_S)
 
@@ -1954,3 +1959,71 @@ def test_relay_takes_over_the_settings() -> None:
         wait_for(lambda: link._relay is not None, "it does not become the relay")
         config = link._relay._writer._config  # type: ignore[union-attr]  # a `Relay` need not have one
         assert ("copy", 0, 7) == (config.receive, config.spin_us, config.warn_after_s)
+
+
+def test_a_writer_whose_io_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each message says that it was not sent; the queue can be closed, and local readers go on."""
+
+    def fail(*_: object) -> float:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    queue = new_queue(2, local_reader_ranks=(0,))
+    with MessageReader(queue.export_handle(), 0) as reader:
+        reader.wait_until_ready(PATIENCE_S)
+        assert queue._writer.remote is not None
+        link = queue._writer.remote.link
+        with monkeypatch.context() as patch:
+            patch.setattr(link, "run", fail)
+            link.ask()
+            wait_for(lambda: link.is_done, "its I/O does not fail")
+        for number in range(3):
+            with pytest.raises(ShmcastError, match=f"message {number} was published, but not sent"):
+                queue.enqueue(number)
+        queue.close()
+        assert [0, 1, 2] == list(reader)
+
+
+def test_the_garbage_collector_closes_a_writer_in_the_io_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An end that is collected while the I/O thread runs its link does not stop that thread."""
+    queue = new_queue(1)
+    assert queue._writer.remote is not None
+    link, run = queue._writer.remote.link, queue._writer.remote.link.run
+
+    def close_and_run(now: float) -> float:
+        queue.close()
+        return run(now)
+
+    monkeypatch.setattr(link, "run", close_and_run)
+    queue.enqueue("for nobody")
+    link.ask()
+    wait_for(lambda: link.is_done, "the I/O thread stands still")
+
+
+def test_a_writer_that_can_t_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a constructor that fails late has opened is closed: descriptors, thread and port."""
+    gc.collect()
+    before = count_descriptors()
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Roster, "__init__", fail)
+        with pytest.raises(ConfigError, match="No space left"):
+            new_queue(1)
+    gc.collect()
+    assert before == count_descriptors()
+
+
+def test_a_remote_reader_warns_as_the_writer_wants(caplog: pytest.LogCaptureFixture) -> None:
+    """`warn_after_s` of the writer counts for readers on other hosts too."""
+    with (
+        new_queue(1, warn_after_s=0.1) as queue,
+        MessageReader(queue.export_handle(), 0) as reader,
+    ):
+        reader.wait_until_ready(PATIENCE_S)
+        with pytest.raises(QueueEmpty):
+            reader.dequeue(0.5)
+        wait_for(lambda: "rank 0 has waited" in caplog.text, "it said nothing")

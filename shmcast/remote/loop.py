@@ -234,7 +234,7 @@ class Loop:
     def forget(self, descriptor: int) -> None:
         """Watch it no more."""
         self._watched.pop(descriptor, None)
-        with contextlib.suppress(FileNotFoundError, OSError):
+        with contextlib.suppress(OSError):
             self._epoll.unregister(descriptor)
 
     def drop(self, *sockets: zmq.Socket[bytes], linger_ms: int = 0) -> None:
@@ -243,6 +243,11 @@ class Loop:
             if not socket.closed:
                 self.forget(int(socket.FD))
                 socket.close(linger_ms)
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether this is its thread, where the garbage collector may close an end anywhere."""
+        return threading.get_ident() == self._thread.ident
 
     def wait_until_settled(self, link: Link) -> None:
         """Wait for a link that is closed while the process ends, when nobody else waits for it."""

@@ -48,9 +48,9 @@ class RemoteReader:
         return self.link.start is not None
 
     @property
-    def start(self) -> int | None:
-        """The number of the first message, once admitted."""
-        return self.link.start
+    def note(self) -> str:
+        """What the writer says that this claim waits for."""
+        return self.link.note
 
     @property
     def writer_pid(self) -> str | None:

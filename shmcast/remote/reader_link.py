@@ -306,8 +306,9 @@ class ReaderLink(Link):
         if relay is not None:
             self.loop.forget(relay.descriptor)
             relay.close()
-        if self.new_relay is not None:  # not looked at yet
-            self.new_relay.close()
+        new_relay, self.new_relay = self.new_relay, None
+        if new_relay is not None:  # not looked at yet
+            new_relay.close()
 
     # --- leaving ---
 
@@ -347,16 +348,12 @@ class ReaderLink(Link):
 
     def _end(self) -> None:
         self._drop_relay()  # `close` may have come since it was looked at
-        if self.is_closing:  # no call uses it any more, and it keeps memory
+        if self.is_closing:  # no call uses them any more, and they keep memory
             self._ring.relayed = None
+            self._ring.arrived.clear()
         self.is_done = True
 
     # --- connections ---
-
-    @property
-    def is_heard(self) -> bool:
-        """Whether the writer was heard over the present connection."""
-        return self._gone_since is None
 
     def owns(self, found: net.socket) -> bool:
         """Whether it is connected to the writer's address."""

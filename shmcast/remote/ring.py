@@ -78,7 +78,7 @@ class Relayed(Protocol):
         """How many messages are in the ring and not released."""
 
     def take(self, number: int) -> Arrived | None:
-        """The message with this number, or None if it is not there; what is before it is over."""
+        """The message with this number, or None if it is not there; earlier ones are released."""
 
     def release(self) -> None:
         """Give back the message that was taken."""

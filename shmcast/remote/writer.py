@@ -191,15 +191,16 @@ class RemoteWriter:
         if file_bytes:
             link.filed[number] = file_bytes
         message = Message(stream, buffers)
-        with link.lock:
-            if link.is_done:
-                raise ShmcastError(
-                    f"message {number} was published, but not sent to other hosts: this end's "
-                    f"connections are closed"
-                )
-            if not link.commands:
-                link.publish(number, message)
-                return
+        if link.is_done:
+            raise ShmcastError(
+                f"message {number} was published, but not sent to other hosts: this end's "
+                f"connections are closed"
+            )
+        if not link.loop.runs_here:  # else it may be anywhere in the link
+            with link.lock:
+                if not (link.commands or link.is_done):
+                    link.publish(number, message)
+                    return
         self._command(functools.partial(link.publish, number, message))  # after what was asked for
 
     def leave_to_thread(self) -> None:
@@ -219,10 +220,9 @@ class RemoteWriter:
         if not link.is_closing:
             self._command(functools.partial(link.begin_closing, (failure or "").encode()))
             link.is_closing = True
-        with link.lock:
-            if link.is_done:
-                link.claimed.close()
-        if link.loop.is_exiting:
+        if link.is_done:
+            link.claimed.close()
+        if link.loop.is_exiting and not link.loop.runs_here:
             link.loop.wait_until_settled(link)
 
     def _command(self, command: Callable[[], object]) -> None:
