@@ -20,7 +20,7 @@ from shmcast.errors import MessageTooLarge
 from shmcast.layout import Layout, round_up
 
 if TYPE_CHECKING:
-    from shmcast.control import Process
+    from shmcast.locks import Process
 
 __all__ = ["LEAST_BLOCK_BYTES", "LEAST_SHARED_BYTES", "Arena", "Block", "Places"]
 

@@ -24,10 +24,11 @@ from shmcast._ring import (
 from shmcast._system import sleep
 from shmcast.arena import Arena, Block
 from shmcast.config import QueueConfig
-from shmcast.control import WRITER_BYTE, Holder, LockFile, WriterControl
+from shmcast.control import Holder, WriterControl
 from shmcast.door import say
 from shmcast.errors import ProtocolError, QueueFull, ReaderLost, ShmcastError, is_foreign
 from shmcast.layout import Layout
+from shmcast.locks import WRITER_BYTE, LockFile
 from shmcast.roster import Door, Roster, log_after, ranks_text
 from shmcast.segment import (
     FIXED_SIZE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -22,17 +23,16 @@ import pytest
 from conftest import PATIENCE_S
 
 import shmcast.control as control_module
+from shmcast import locks
 from shmcast._system import is_readable
 from shmcast.control import (
-    WRITER_BYTE,
-    LockFile,
     Process,
     ReaderControl,
     WriterControl,
-    rank_byte,
 )
 from shmcast.errors import AuthenticationError, ProtocolError, QueueClosed, ShmcastError, WriterLost
 from shmcast.handle import TOKEN_BYTES
+from shmcast.locks import WRITER_BYTE, LockFile, rank_byte
 
 # torch may have started threads in this process; these children call nothing that they could hold.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
@@ -555,7 +555,7 @@ def test_writer_dies_right_after_the_admission(host: Host, monkeypatch: pytest.M
         host.writer.serve()
         return True
 
-    monkeypatch.setattr(control_module, "_is_gone", admit_and_die)
+    monkeypatch.setattr(control_module, "is_gone", admit_and_die)
     reader.step()
     assert reader.is_admitted
 
@@ -793,7 +793,7 @@ def test_process_whose_mappings_are_hidden(
 
     def hide(path: Path, *arguments: Any, **more: Any) -> Any:
         if hidden in path.parts:
-            raise FileNotFoundError(path)
+            raise FileNotFoundError(errno.ENOENT, "hidden", str(path))
         return real(path, *arguments, **more)
 
     monkeypatch.setattr(Path, "open", hide)
@@ -825,7 +825,7 @@ def test_lock_lost_by_a_living_process(host: Host, monkeypatch: pytest.MonkeyPat
     reader.lock_file.give_back(rank_byte(1))
     (holder,) = host.writer.admitted()
     assert not host.writer.is_dead(holder)
-    monkeypatch.setattr(control_module, "_UNLOCKED_S", 0.0)
+    monkeypatch.setattr(locks, "_UNLOCKED_S", 0.0)
     with pytest.raises(ProtocolError, match=rf"rank 1 \(pid {os.getpid()}\) is alive but its lock"):
         host.writer.is_dead(holder)
 

@@ -49,6 +49,7 @@ from shmcast import (
     QueueNotReady,
     ReaderLost,
     WriterLost,
+    locks,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
@@ -493,7 +494,7 @@ def test_stopped_reader(start_child: StartChild, bystander: Any) -> None:
         QueueFull, match=rf"rank 0 \(pid {child.pid}\) is 2 messages behind"
     ) as full:
         # Longer than a process may be seen without its lock.
-        queue.enqueue(2, timeout=control_module._UNLOCKED_S + 0.2)
+        queue.enqueue(2, timeout=locks._UNLOCKED_S + 0.2)
     assert (0,) == full.value.ranks
     os.kill(child.pid, signal.SIGCONT)
     queue.enqueue(2, timeout=PATIENCE_S)
@@ -627,7 +628,7 @@ def test_lock_closed_by_the_readers_program(start_child: StartChild, bystander: 
     queue.enqueue(1)
     assert [0, 1] == everything(reader)
     with pytest.raises(ProtocolError, match=rf"rank 0 \(pid {child.pid}\) is alive but its lock"):
-        queue.enqueue("lost", timeout=20 * control_module._UNLOCKED_S)
+        queue.enqueue("lost", timeout=20 * locks._UNLOCKED_S)
     queue.enqueue(2, timeout=0)
     assert [2] == everything(reader)
 

@@ -43,6 +43,7 @@ from shmcast import (
     ReaderLost,
     ShmcastError,
     WriterLost,
+    locks,
 )
 
 SMALL: dict[str, Any] = {
@@ -300,7 +301,7 @@ def stopped_by_a_debugger(child: Child) -> Iterator[None]:
 
 
 #: Longer than a process may be seen without its lock, and shorter than a remote one is waited for.
-STOPPED_S = control_module._UNLOCKED_S + 0.2
+STOPPED_S = locks._UNLOCKED_S + 0.2
 
 
 @pytest.mark.parametrize("settings", [SMALL, REMOTE], ids=["local", "remote"])

@@ -57,7 +57,7 @@ from shmcast import (
     WriterLost,
 )
 from shmcast._ring import image_bytes
-from shmcast.control import LockFile
+from shmcast.locks import LockFile
 from shmcast.pickler import Pickler
 
 #: Where a message goes that fits no chunk: into a memory file, or into the arena.

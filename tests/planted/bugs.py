@@ -298,7 +298,7 @@ BUGS: Final = (
     ),
     Bug(
         "locks dropped by closing a duplicate",
-        "control.py",
+        "locks.py",
         """
             if self._users:
                 return
