@@ -595,7 +595,7 @@ def test_reader_that_runs_another_program(
     start_child: StartChild, bystander: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The blocks of a reader whose process runs another program are free again."""
-    monkeypatch.setattr(control_module, "_UNLOCKED_S", 0.0)
+    monkeypatch.setattr(locks, "_UNLOCKED_S", 0.0)
     queue, reader = bystander(
         n_chunks=16, oob_threshold_bytes=0, arena_bytes="1 MiB", on_reader_loss="evict"
     )
@@ -670,7 +670,7 @@ def hold_much_memory(pipe: Connection, handle: Handle, rank: int) -> None:
 
 def test_slow_exit(start_child: StartChild, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process whose files take long to close is dead as soon as its lock is free."""
-    monkeypatch.setattr(control_module, "_UNLOCKED_S", 0.0)  # else it would have to take a second
+    monkeypatch.setattr(locks, "_UNLOCKED_S", 0.0)  # else it would have to take a second
     with MessageQueue(QueueConfig()) as queue:
         child = start_child(hold_much_memory, queue.export_handle(), 0)
         assert "attached" == child.receive()
