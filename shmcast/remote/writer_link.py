@@ -11,6 +11,7 @@ import ipaddress
 import logging
 import math
 import secrets
+import signal
 import socket as net
 import struct
 from collections.abc import Callable
@@ -767,6 +768,7 @@ class WriterLink(Link):
         else:
             frames: list[zmq.Frame | memoryview] = []
             trackers: list[zmq.MessageTracker] = []
+            frame: zmq.Frame | None
             for buffer in (stream, *buffers):
                 if len(buffer) < ALIASED_BYTES:
                     frames.append(buffer)
@@ -777,7 +779,16 @@ class WriterLink(Link):
                     trackers.append(frame.tracker)
             if trackers:  # before it is sent: a signal may come between
                 connection.sent.append((number, trackers))
-            is_sent = self._send(peer, Kind.MESSAGE, number, b"", *frames)
+            # pyzmq loses the word that a frame is free if a signal comes while it is freed. That
+            # may be here, when ZeroMQ was faster.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+            try:
+                signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+                is_sent = self._send(peer, Kind.MESSAGE, number, b"", *frames)
+                frame = None
+                frames.clear()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if is_sent:
             connection.next_number = number + 1
         return is_sent
