@@ -176,6 +176,11 @@ def count_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+def wait_for_descriptors(before: int) -> None:
+    """Wait until no more are open than before: the door thread may hold an end for one step."""
+    wait_until(lambda: gc.collect() >= 0 and count_descriptors() <= before)
+
+
 def enqueue_until(queue: MessageQueue, expected: type[ShmcastError]) -> ShmcastError:
     """Enqueue until the writer has looked around and says what it found."""
     found: list[ShmcastError] = []

@@ -33,6 +33,7 @@ from conftest import (
     answer_only_in_calls,
     count_descriptors,
     enqueue_until,
+    wait_for_descriptors,
     wait_until,
 )
 
@@ -1001,7 +1002,7 @@ def test_killed_at_random_moments(
             assert time.monotonic() < give_up_at, queue.stats()
             publish(PATIENCE_S)
         assert n_threads == threading.active_count()
-        assert n_descriptors >= count_descriptors()
+        wait_for_descriptors(n_descriptors)
         losses = queue.stats().losses
         queue.close()
         assert published == witness.receive()

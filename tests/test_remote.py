@@ -28,7 +28,13 @@ import numpy as np
 import pytest
 import torch
 import zmq
-from conftest import PATIENCE_S, StartChild, count_descriptors, wait_for_remote_ends
+from conftest import (
+    PATIENCE_S,
+    StartChild,
+    count_descriptors,
+    wait_for_descriptors,
+    wait_for_remote_ends,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_contract import (
@@ -2013,8 +2019,7 @@ def test_a_writer_that_can_t_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPa
         patch.setattr(Roster, "__init__", fail)
         with pytest.raises(ConfigError, match="No space left"):
             new_queue(1)
-    gc.collect()
-    assert before == count_descriptors()
+    wait_for_descriptors(before)
 
 
 def test_a_remote_reader_warns_as_the_writer_wants(caplog: pytest.LogCaptureFixture) -> None:
