@@ -8,14 +8,14 @@ import math
 import os
 import sys
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from shmcast._ring import EndLock
 from shmcast.control import failure_text
 from shmcast.door import Watch, all_ends
 from shmcast.errors import QueueClosed, ShmcastError
 
-__all__ = ["Exit", "QueueEnd"]
+__all__ = ["Exit", "QueueEnd", "Transport"]
 
 _log = logging.getLogger("shmcast.queue")
 
@@ -24,11 +24,32 @@ class _TurnTaken(Exception):
     """The end is in use."""
 
 
+class Transport(Protocol):
+    """What an end needs of its transport outside of its turns: from any thread, at any time."""
+
+    def nudge(self) -> None:
+        """End the present wait, for something has come."""
+
+    def stop(self) -> None:
+        """End the present wait and all later ones."""
+
+    def say_failed(self, text: str) -> None:
+        """Have the other side told why this end closes."""
+
+    def close_inherited(self) -> None:
+        """Close what a forked child has of it."""
+
+
 class QueueEnd:
     """What all ends share: turns, steps, closing, the context manager."""
 
     _lock: EndLock
     _watch: Watch
+
+    @property
+    def _transport(self) -> Transport | None:
+        """Its transport; None before the constructor has made it and after `close`."""
+        raise NotImplementedError
 
     @property
     def closed(self) -> bool:
@@ -40,10 +61,12 @@ class QueueEnd:
             raise TypeError(f"error = {error!r} is not allowed; allowed is an exception or a text")
         if self._lock.is_forked:
             return
-        if error is not None:  # first: whoever sees the closing mark has to see this too
-            self._say_failed(failure_text(error))
+        if error is not None and (transport := self._transport) is not None:
+            # First: whoever sees the closing mark has to see this too.
+            transport.say_failed(failure_text(error))
         self._lock.close(self._finish)
-        self._stop_waits()
+        if (transport := self._transport) is not None:  # another call has the turn, and finishes it
+            transport.stop()
         self._watch.close()  # again: the door thread may have closed this end, and ends itself
 
     def __enter__(self) -> Self:
@@ -74,35 +97,25 @@ class QueueEnd:
         """Whether its calls raise QueueClosed."""
         return self.closed
 
-    def _say_failed(self, text: str) -> None:
-        """Have the other side told why this end closes. From any thread."""
-        raise NotImplementedError
-
     def take_step(self) -> float | None:
         """For the door thread; see `door.End`."""
         try:
             with self._lock.step(_TurnTaken):
                 return self._step_alone()
         except _TurnTaken:
-            self._nudge()
+            if (transport := self._transport) is not None:
+                transport.nudge()
             return None
         except (ShmcastError, OSError):
             return math.inf  # the end's next call meets it again, and says so
 
     def close_inherited(self) -> None:
         """For a forked child; see `door.End`."""
-        raise NotImplementedError
+        if (transport := self._transport) is not None:
+            transport.close_inherited()
 
     def _step_alone(self) -> float:
         """Take a step while no call of the end does; returns when it is due again."""
-        raise NotImplementedError
-
-    def _nudge(self) -> None:
-        """End the present wait, for something has come."""
-        raise NotImplementedError
-
-    def _stop_waits(self) -> None:
-        """End the present wait and all later ones. From any thread."""
         raise NotImplementedError
 
     def _finish(self) -> None:

@@ -343,7 +343,7 @@ class MessageQueue(QueueEnd):
 
     def _open_writer(self) -> Writer:
         self._lock.check_not_forked()
-        writer: Writer | None = getattr(self, "_writer", None)
+        writer = self._transport
         if writer is None or self.closed:
             raise QueueClosed("this writer is closed")
         return writer
@@ -351,20 +351,8 @@ class MessageQueue(QueueEnd):
     def _step_alone(self) -> float:
         return self._writer.step_alone()
 
-    def _nudge(self) -> None:
-        if (writer := getattr(self, "_writer", None)) is not None:
-            writer.nudge()
-
-    def _stop_waits(self) -> None:
-        if (writer := getattr(self, "_writer", None)) is not None:
-            writer.stop()
-
-    def _say_failed(self, text: str) -> None:
-        if (writer := getattr(self, "_writer", None)) is not None:
-            writer.say_failed(text)
-
     def _finish(self) -> None:
-        writer: Writer | None = getattr(self, "_writer", None)
+        writer = self._transport
         if writer is not None:  # else the constructor failed, or a signal came after the last line
             writer.say_closing()
         self._watch.close()
@@ -375,9 +363,9 @@ class MessageQueue(QueueEnd):
         for name in ("_pickler", "_writer"):
             self.__dict__.pop(name, None)
 
-    def close_inherited(self) -> None:
-        """For a forked child; see `door.End`."""
-        self._writer.close_inherited()
+    @property
+    def _transport(self) -> Writer | None:
+        return getattr(self, "_writer", None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(
@@ -544,7 +532,7 @@ class MessageReader(QueueEnd):
             QueueClosed: this end is closed.
         """
         self._lock.check_not_forked()
-        source: Source | None = getattr(self, "_source", None)
+        source = self._transport
         if source is None or self.closed:
             raise QueueClosed("this reader is closed")
         ring = source.ring
@@ -668,20 +656,8 @@ class MessageReader(QueueEnd):
 
     @property
     def _is_over(self) -> bool:
-        source: Source | None = getattr(self, "_source", None)
+        source = self._transport
         return self.closed or (source is not None and source.is_over)
-
-    def _say_failed(self, text: str) -> None:
-        if (source := getattr(self, "_source", None)) is not None:
-            source.say_failed(text)
-
-    def _nudge(self) -> None:
-        if (source := getattr(self, "_source", None)) is not None:
-            source.nudge()
-
-    def _stop_waits(self) -> None:
-        if (source := getattr(self, "_source", None)) is not None:
-            source.stop()
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(
@@ -691,16 +667,16 @@ class MessageReader(QueueEnd):
 
     def _finish(self) -> None:
         self._watch.close()
-        if (source := getattr(self, "_source", None)) is not None:
+        if (source := self._transport) is not None:
             source.close()
         # The mappings end here, unless another thread is still on its way out of a call. The last
         # lines, as for the writer.
         self._take = self._release = _nothing
         self.__dict__.pop("_source", None)
 
-    def close_inherited(self) -> None:
-        """For a forked child; see `door.End`."""
-        self._source.close_inherited()
+    @property
+    def _transport(self) -> Source | None:
+        return getattr(self, "_source", None)
 
 
 def _nothing() -> None:

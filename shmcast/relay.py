@@ -129,25 +129,16 @@ class Relay(QueueEnd):
         """Tell the readers that nothing follows."""
         self._close()
 
-    def close_inherited(self) -> None:
-        """For a forked child; see `door.End`."""
-        self._writer.close_inherited()
+    @property
+    def _transport(self) -> Writer | None:
+        return getattr(self, "_writer", None)
 
     def _step_alone(self) -> float:
         return self._writer.step_alone()
 
-    def _nudge(self) -> None:
-        self._writer.nudge()
-
-    def _stop_waits(self) -> None:
-        """There are none."""
-
     def _is_failure(self, error: BaseException | None) -> bool:  # noqa: ARG002
         """Never: the reader that relays says so, and its I/O thread closes this end."""
         return False
-
-    def _say_failed(self, text: str) -> None:
-        self._writer.say_failed(text)
 
     def _finish(self) -> None:
         if hasattr(self, "_writer"):  # else the constructor failed

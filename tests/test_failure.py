@@ -495,7 +495,7 @@ def say_failed_and_die(pipe: Connection, handle: Handle) -> None:
     """Attach, say that this end fails, and be killed before it leaves."""
     reader = MessageQueue.create_from_handle(handle, 0)
     reader.wait_until_ready(PATIENCE_S)
-    reader._say_failed("no disk")
+    reader._source.say_failed("no disk")
     pipe.send("said")
     signal.pause()
 

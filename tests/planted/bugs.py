@@ -88,14 +88,14 @@ BUGS: Final = (
         "reason of a failure said after the end",
         "ends.py",
         """
-        if error is not None:  # first: whoever sees the closing mark has to see this too
-            self._say_failed(failure_text(error))
+            transport.say_failed(failure_text(error))
         self._lock.close(self._finish)
 """,
         """
+            late = transport, failure_text(error)
         self._lock.close(self._finish)
         if error is not None:
-            self._say_failed(failure_text(error))
+            late[0].say_failed(late[1])
 """,
         ("test_failure.py::test_the_reason_comes_before_the_mark",),
     ),
