@@ -323,9 +323,9 @@ cdef enum:
     KIND_BLOCK = 3
     MOST_WINDOWS = 16
 
-# What `try_claim` and `try_publish` answer; anything but DONE published nothing.
+# What `try_claim` answers.
 cpdef enum Claim:
-    DONE = 0
+    DONE = 0        # a chunk is free and ready
     FULL = 1        # no chunk is free
     LOOK = 2        # it is time to look at the control socket and at who is alive
     RESERVE = 3     # the chunk's memory is not reserved so far
@@ -1242,13 +1242,15 @@ cdef class RingWriter(_End):
             stream: the pickle stream in parts, each exactly bytes.
             buffers: contiguous memoryviews of bytes.
             has_looked: as for `try_claim`.
+
+        Returns whether it was published.
         """
-        cdef int claim = self._claim(<uint64_t>image_size(stream, buffers, NO_PLACES), has_looked)
-        if claim == DONE:
-            fill_image(self.chunk(self.published), self.published, stream, buffers, NO_PLACES)
-            self._count(stream, buffers)
-            self._publish()
-        return claim
+        if self._claim(<uint64_t>image_size(stream, buffers, NO_PLACES), has_looked) != DONE:
+            return False
+        fill_image(self.chunk(self.published), self.published, stream, buffers, NO_PLACES)
+        self._count(stream, buffers)
+        self._publish()
+        return True
 
     def publish(self, list stream not None, list buffers not None, list places not None,
                 tuple block, list drafts not None, int data_descriptor):
@@ -1434,6 +1436,19 @@ cdef class RingWriter(_End):
         # Release pairs with the acquire load in RingReader: the chunk is written before it.
         store_release(self.published_word, self.published)
         self._wake_readers()
+
+    def skip_to(self, uint64_t number):
+        """
+        Go on with this message number, as if those before it had been published.
+
+        Raises ValueError if it is behind, or a reader is waited for.
+        """
+        self._check_not_forked()
+        if self.n_expected or number < self.published:
+            raise ValueError(f"{self.n_expected} readers wait for message {self.published}, "
+                             f"not {number}")
+        self.published = number
+        store_release(self.published_word, number)
 
     cdef void _wake_readers(self) noexcept nogil:
         cdef int rank

@@ -292,7 +292,7 @@ class MessageQueue(QueueEnd):
             except BaseException:
                 writer.arena.settle()
                 raise
-            if buffers or writer.ring.try_publish(stream, buffers):
+            if buffers or not writer.ring.try_publish(stream, buffers):
                 writer.publish(stream, buffers, deadline)
             elif writer.remote is not None:
                 writer.hand_on(stream)

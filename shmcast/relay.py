@@ -11,7 +11,6 @@ import contextlib
 import errno
 import hmac
 import logging
-import mmap
 import time
 from typing import TYPE_CHECKING, Any, Final
 
@@ -42,7 +41,6 @@ __all__ = ["Relay", "Relayed", "RemoteAttachment", "relay_handle"]
 
 _log = logging.getLogger("shmcast.queue")
 
-_NUMBER_BYTES: Final = 8  # of the message's number, before each stream that a relay passes on
 _JOIN_S: Final = 0.2  # how long a relay's answer is waited for
 _JOIN_PAUSE_S: Final = 1.0
 
@@ -71,7 +69,7 @@ class Relay(QueueEnd):
         self._writer = Writer(
             QueueConfig(
                 n_readers=handle.n_readers,
-                chunk_bytes=sizes.chunk_bytes + mmap.PAGESIZE,  # for the number of each message
+                chunk_bytes=sizes.chunk_bytes,
                 n_chunks=sizes.n_chunks,
                 arena_bytes=sizes.arena_bytes,
                 receive="copy" if sizes.copies else "private",
@@ -101,29 +99,31 @@ class Relay(QueueEnd):
         """Whether anybody takes from it."""
         return bool(self._writer.ring.expected_ranks())
 
-    def tend(self) -> None:
+    def tend(self, number: int) -> None:
         """Answer the readers of this host, and see who has left or died; never waits."""
         with self._lock:
+            if not self.has_readers:
+                self._writer.ring.skip_to(number)
             self._writer.look()
 
     def pass_on(self, number: int, stream: Any, buffers: list[Any]) -> None:
         """Put a message into the ring; never waits."""
         with self._lock:
-            writer = self._writer
-            for rank, lag in enumerate(writer.ring.lags()):
-                if lag >= self._n_chunks:
-                    writer.roster.evict(rank)
+            ring, roster = self._writer.ring, self._writer.roster
+            for rank, lag in enumerate(ring.lags()):
+                if lag >= self._n_chunks or number != ring.messages:
+                    roster.evict(rank)
             if not self.has_readers:
                 return
-            parts = [number.to_bytes(_NUMBER_BYTES, "little"), bytes(stream)]
+            parts = [bytes(stream)]
             views = [memoryview(buffer) for buffer in buffers]
             try:
-                if views or writer.ring.try_publish(parts, views):
-                    writer.publish(parts, views, time.monotonic())
+                if views or not ring.try_publish(parts, views):
+                    self._writer.publish(parts, views, time.monotonic())
             except (QueueFull, MessageTooLarge, ReaderLost) as error:
                 _log.info("%s can't pass on message %d: %s", self._name, number, error)
-                for rank in writer.ring.expected_ranks():
-                    writer.roster.evict(rank)
+                for rank in ring.expected_ranks():
+                    roster.evict(rank)
 
     def close(self) -> None:
         """Tell the readers that nothing follows."""
@@ -198,8 +198,7 @@ class Relayed:
             self._is_broken = True
             return None
         stream, buffers = (taken, []) if type(taken) is bytes else taken
-        number = int.from_bytes(stream[:_NUMBER_BYTES], "little")
-        return self._arrived(number, stream[_NUMBER_BYTES:], buffers)
+        return self._arrived(self._ring.next_sequence, stream, buffers)
 
     def release(self) -> None:
         """Give back the message that was taken."""

@@ -365,7 +365,7 @@ def test_a_ring_that_is_ahead() -> None:
             attachment = Attachment(handle.local_address, handle.token, 1)
             with contextlib.closing(attachment):
                 while not attachment.step():
-                    ring.tend()
+                    ring.tend(5)
                 relayed = Relayed(attachment)
                 assert 7 == relayed.session
                 for number in (5, 6):

@@ -87,7 +87,8 @@ class Ring:
         size_bytes = image_bytes([stream], views)
         if self.writer.try_claim(size_bytes, True) == Claim.RESERVE:
             self.reserve(size_bytes)
-        return Claim(self.writer.try_publish([stream], views, True))
+        is_published = self.writer.try_publish([stream], views, True)
+        return Claim.DONE if is_published else Claim(self.writer.try_claim(size_bytes, True))
 
     def publish_in_blocks(
         self, stream: bytes, *buffers: bytes, image_at: int | None = None
@@ -207,7 +208,7 @@ def test_image_in_chunk_is_the_image_in_a_file(message: tuple[list[bytes], list[
     with ring_of(chunk_bytes=4096) as ring:
         ring.reserve(4096)
         views = [memoryview(buffer) for buffer in buffers]
-        assert Claim.DONE == ring.writer.try_publish(stream, views, True)
+        assert ring.writer.try_publish(stream, views, True)
         expected = image_of(0, stream, buffers)
         offset = ring.layout.chunk_offset(0)
         assert bytes(expected) == ring.data[offset : offset + len(expected)]
@@ -373,10 +374,31 @@ def test_claim_reserves_first() -> None:
         ring.writer.set_reserved(100)
         assert Claim.DONE == ring.writer.try_claim(100, True)
         assert Claim.RESERVE == ring.writer.try_claim(101, True)
-        assert Claim.RESERVE == ring.writer.try_publish([b"x" * 100], [], True)
+        assert not ring.writer.try_publish([b"x" * 100], [], True)
         assert 0 == ring.writer.messages
-        assert Claim.DONE == ring.writer.try_publish([b"x" * 60], [], True)
+        assert ring.writer.try_publish([b"x" * 60], [], True)
         assert Claim.RESERVE == ring.writer.try_claim(40, True)  # it was the first chunk's
+
+
+def test_skip_to() -> None:
+    """The next message has the number that was skipped to, for whoever is admitted then."""
+    with ring_of(n_chunks=2) as ring:
+        assert Claim.DONE == ring.publish(b"before")
+        for number in (0, 7):
+            with pytest.raises(ValueError, match=f"1 readers wait for message 1, not {number}"):
+                ring.writer.skip_to(number)
+        ring.writer.strike(0)
+        ring.writer.skip_to(7)
+        with pytest.raises(ValueError, match="not 6"):
+            ring.writer.skip_to(6)
+        reader = RingReader(ring.segment, 0, ring.writer.new_epoch(0))
+        reader.begin(ring.writer.admit(0, False))
+        assert (7, 0) == (reader.next_sequence, reader.lag)
+        for number in (7, 8, 9):
+            assert Claim.DONE == ring.publish(b"%d" % number)
+            assert number == reader.next_sequence
+            assert b"%d" % number == reader.try_take()
+            reader.release()
 
 
 def test_claim_says_look() -> None:
@@ -384,7 +406,7 @@ def test_claim_says_look() -> None:
     with ring_of() as ring:
         ring.reserve(1024)
         assert Claim.LOOK == ring.writer.try_claim(40, False)
-        assert Claim.LOOK == ring.writer.try_publish([b"x"], [])
+        assert not ring.writer.try_publish([b"x"], [])
         assert Claim.DONE == ring.writer.try_claim(40, True)
         ring.writer.look_again_in(SLEEP_NS)
         assert Claim.DONE == ring.writer.try_claim(40, False)
@@ -1407,6 +1429,7 @@ def use_in_child(pipe: Connection, ring: Ring, lock: EndLock) -> None:
     calls: list[Callable[[], object]] = [
         lambda: writer.try_publish([b"x"], [], True),
         lambda: writer.try_claim(40, True),
+        lambda: writer.skip_to(1),
         lambda: writer.publish_file(1, [b"x"], []),
         lambda: writer.publish([b"x"], [], [], None, [], ring.segment.data_descriptor),
         lambda: writer.copy_to_block(ring.layout.arena_offset, memoryview(b"x")),

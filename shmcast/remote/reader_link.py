@@ -290,7 +290,7 @@ class ReaderLink(Link):
         if self.failure is not None or self._ring.is_struck or self.is_closing:
             self._drop_relay()
             return
-        self._use_relay(relay.tend)
+        self._use_relay(lambda: relay.tend(self._ring.n_arrived))
         self._is_feeding = self._relay is not None and relay.has_readers
 
     def _use_relay(self, use: Callable[[], None]) -> None:

@@ -52,8 +52,13 @@ class Relay(Protocol):
     def has_readers(self) -> bool:
         """Whether anybody takes from it."""
 
-    def tend(self) -> None:
-        """Answer the readers of this host, and see who has left or died; never waits."""
+    def tend(self, number: int) -> None:
+        """
+        Answer the readers of this host, and see who has left or died; never waits.
+
+        Args:
+            number: of the message that is passed on next.
+        """
 
     def pass_on(self, number: int, stream: Any, buffers: list[Any]) -> None:
         """Put a message into the ring; never waits."""

@@ -145,7 +145,7 @@ def run(segment: Segment, data: bytes) -> None:
         frames = [body if action % 6 == RAW else head + body, *[more] * bool(more)]
         match action % 6:
             case 2:
-                if not ring.try_publish([body], []):
+                if ring.try_publish([body], []):
                     writer.publish(ring.messages - 1, memoryview(body), [])
             case 3:
                 serve(writer)
