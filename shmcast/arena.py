@@ -138,8 +138,10 @@ class Arena:
 
     def allocate_buffer(self, n_bytes: int) -> Any:
         """Memory for a tensor that is copied while it is pickled: a block, if there is one."""
+        if n_bytes < LEAST_BLOCK_BYTES:
+            return new_bytearray(n_bytes)
         self.reclaim()
-        block = self.allocate(n_bytes) if n_bytes >= LEAST_BLOCK_BYTES else None
+        block = self.allocate(n_bytes)
         if block is None:
             return new_bytearray(n_bytes)
         return self._ring.block_view(block.offset, n_bytes)
