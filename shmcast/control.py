@@ -33,7 +33,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, NoReturn, Self
+from typing import Final, Self
 
 import attrs
 
@@ -59,6 +59,7 @@ from shmcast.locks import (
     name_in_maps,
     rank_byte,
 )
+from shmcast.membership import Membership
 
 __all__ = [
     "FailedAttempt",
@@ -335,12 +336,7 @@ class WriterControl:
         ranks: the ranks that may be claimed here.
         descriptors: the data and the control file.
         lock_file: whose bytes tell who is alive.
-        new_epoch: begins a rank's next epoch and returns its number.
-        admit: makes the writer wait for a rank; says with which message it starts. Called with
-            the rank and whether this is its first attachment.
-        strike: makes the writer wait no longer for a rank. Called with the rank and the process
-            that keeps what it received, if there is one.
-        has_left: whether the rank's present attachment has left.
+        members: which ranks the writer waits for.
         greeting: what a reader is told when it is admitted.
     """
 
@@ -349,16 +345,12 @@ class WriterControl:
     ranks: tuple[int, ...]
     descriptors: tuple[int, int]
     lock_file: LockFile
-    new_epoch: Callable[[int], int]
-    admit: Callable[[int, bool], int]
-    strike: Callable[[int, Process | None], None]
-    has_left: Callable[[int], bool]
+    members: Membership
     greeting: bytes = b""
 
     holders: dict[int, Holder] = attrs.field(init=False, factory=dict)
     #: The last one of each rank that has not been admitted since.
     failed_attempts: dict[int, FailedAttempt] = attrs.field(init=False, factory=dict)
-    _never_admitted: set[int] = attrs.field(init=False)
     _kept_files: dict[int, int] = attrs.field(init=False, factory=dict)  # nonce → descriptor
     _last_nonce: int = attrs.field(init=False, default=0)  # of the last file that was published
     _connections: dict[int, _Connection] = attrs.field(init=False, factory=dict)
@@ -369,7 +361,6 @@ class WriterControl:
     _poller: Poller = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._never_admitted = set(self.ranks)
         self._listener = _new_socket()
         try:
             self._listener.bind("\0" + self.address)
@@ -383,7 +374,9 @@ class WriterControl:
     @property
     def missing_ranks(self) -> tuple[int, ...]:
         """The ranks that no admitted reader holds, as far as is known without asking the locks."""
-        attached = {holder.rank for holder in self.admitted() if not self.has_left(holder.rank)}
+        attached = {
+            holder.rank for holder in self.admitted() if not self.members.has_left(holder.rank)
+        }
         return tuple(rank for rank in self.ranks if rank not in attached)
 
     def admitted(self) -> Iterator[Holder]:
@@ -404,11 +397,9 @@ class WriterControl:
         """Whether `descriptor` becomes readable when any admitted reader's process ends."""
         return all(holder.connection.process.pidfd is not None for holder in self.admitted())
 
-    def keep_nothing(self) -> None:
-        """Let every rank start with the next message, its first attachment too."""
-        for rank in self._never_admitted:
-            self.strike(rank, None)
-        self._never_admitted.clear()
+    @property
+    def _has_new_ranks(self) -> bool:
+        return not self.members.new_ranks.isdisjoint(self.ranks)
 
     def serve(self) -> float:
         """
@@ -600,7 +591,7 @@ class WriterControl:
         """Offer the rank, refuse it, or let the claim wait until a death has been handled."""
         connection.claimed_rank = rank
         holder = self.holders.get(rank)
-        if holder is not None and holder.is_admitted and self.has_left(rank):
+        if holder is not None and holder.is_admitted and self.members.has_left(rank):
             if self.failure_of(holder) is not None:
                 return  # its loss is handled first
             self.vacate(rank)
@@ -625,7 +616,7 @@ class WriterControl:
         self._forget(connection)
 
     def _offer(self, connection: _Connection, rank: int) -> None:
-        holder = Holder(rank, self.new_epoch(rank), connection)
+        holder = Holder(rank, self.members.new_epoch(rank), connection)
         connection.claimed_rank, connection.holder = None, holder
         self.holders[rank] = holder
         for process in list(self._past):
@@ -655,18 +646,17 @@ class WriterControl:
         # frame only wakes us: a signal may have lost it.
         if not self.lock_file.is_held(rank_byte(holder.rank)):
             return False
-        is_first = holder.rank in self._never_admitted
-        if is_first:
+        if holder.rank in self.members.new_ranks:
             for nonce, descriptor in list(self._kept_files.items())[holder.n_files_sent :]:
                 if not _send_file(holder.connection.socket, nonce, descriptor, nonce - 1):
                     return False
                 holder.n_files_sent += 1
         # The cursor is set before the reader learns where to start: from then on it is its own.
-        holder.start = self.admit(holder.rank, is_first)
+        holder.start = self.members.admit(holder.rank)
         holder.is_admitted = True
-        self._never_admitted.discard(holder.rank)
+        self.members.new_ranks.discard(holder.rank)
         self.failed_attempts.pop(holder.rank, None)
-        if not self._never_admitted:
+        if not self._has_new_ranks:
             self._drop_kept_files()
         return True
 
@@ -678,10 +668,10 @@ class WriterControl:
         """
         holder = self.holders[rank]
         has_gone = holder.connection.has_gone
-        if holder.connection.process.pidfd is None and not self.has_left(rank):
+        if holder.connection.process.pidfd is None and not self.members.has_left(rank):
             has_gone = not self.lock_file.is_held(rank_byte(rank))  # all that tells
         self._past.add(holder.connection.process)
-        self.strike(rank, None if has_gone else holder.connection.process)
+        self.members.strike(rank, None if has_gone else holder.connection.process)
         self._connections.pop(holder.connection.socket.fileno(), None)
         self._close(holder.connection)
         del self.holders[rank]  # last: what a signal cuts off is done again
@@ -730,7 +720,7 @@ class WriterControl:
         The message is published next.
         """
         self._last_nonce = nonce
-        if self._never_admitted:
+        if self._has_new_ranks:
             self._kept_files[nonce] = descriptor
         else:
             os.close(descriptor)
@@ -752,8 +742,6 @@ class WriterControl:
             with contextlib.suppress(OSError):  # it has gone before us
                 _send(connection.socket, _CLOSING, body=body)
         self.close_descriptors()
-        # They would keep the memory for as long as this object lives.
-        self.new_epoch = self.admit = self.strike = self.has_left = _after_close
 
     def close_descriptors(self) -> None:
         """Close what this process has open, and say nothing: all that a forked child may do."""
@@ -766,10 +754,6 @@ class WriterControl:
             process.close()
         self._poller.close()
         self._drop_kept_files()
-
-
-def _after_close(*_: object) -> NoReturn:
-    raise QueueClosed("this writer is closed")
 
 
 # --- the reader's side ----------------------------------------------------------------------------

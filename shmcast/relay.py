@@ -83,7 +83,7 @@ class Relay(QueueEnd):
             ranks=tuple(range(handle.n_readers)),
             on_look=self._watch.arm,
         )
-        self._writer.control.keep_nothing()
+        self._writer.members.keep_nothing()
         self._writer.control.greeting = session.to_bytes(8, "little")
 
     def __repr__(self) -> str:

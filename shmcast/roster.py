@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 from shmcast._ring import EndLock, RingWriter
 from shmcast.control import FailedAttempt, named
 from shmcast.errors import ProtocolError
+from shmcast.membership import Membership
 
 __all__ = ["Door", "Member", "Roster", "log_after", "ranks_text"]
 
@@ -65,6 +66,7 @@ class Roster:
 
     Args:
         ring: where their cursors are.
+        members: which of them it waits for.
         doors: where they come in.
         lock: of the writer's end.
 
@@ -77,12 +79,13 @@ class Roster:
     def __init__(
         self,
         ring: RingWriter,
+        members: Membership,
         doors: Sequence[Door[Any]],
         lock: EndLock,
     ) -> None:
         self.losses = 0
         self.unreported: dict[int, tuple[str, bool]] = {}
-        self._ring, self._doors = ring, doors
+        self._ring, self._members, self._doors = ring, members, doors
         self._lock = lock
         self._last_lost: Member | None = None
         # Each one's cursor at the last look, and when it had moved.
@@ -104,7 +107,7 @@ class Roster:
             try:
                 # Who left before it died has left.
                 is_dead = door.is_dead(member)
-                has_left = ring.has_left(rank)
+                has_left = self._members.has_left(rank)
                 failure = door.failure_of(member) if is_dead or has_left else None
                 if failure is not None:
                     text = f"{self._who(rank)} failed {lags[rank]} messages behind: {failure}"

@@ -15,7 +15,6 @@ from shmcast._ring import (
     Claim,
     EndLock,
     Mapping,
-    RingReader,
     RingWriter,
     image_bytes,
     image_pieces,
@@ -29,6 +28,7 @@ from shmcast.door import say
 from shmcast.errors import ProtocolError, QueueFull, ReaderLost, ShmcastError, is_foreign
 from shmcast.layout import Layout
 from shmcast.locks import WRITER_BYTE, LockFile
+from shmcast.membership import Membership
 from shmcast.roster import Door, Roster, log_after, ranks_text
 from shmcast.segment import (
     FIXED_SIZE,
@@ -133,7 +133,8 @@ class Writer:
         OSError: there are not enough descriptors.
 
     Attributes:
-        ring, arena, segment, control, remote: its parts; `remote` is None without remote ranks.
+        ring, arena, members, segment, control, remote: its parts; `remote` is None without remote
+            ranks.
         roster: who reads.
     """
 
@@ -163,6 +164,7 @@ class Writer:
             undo.callback(self.segment.close_descriptors)
             self.ring = RingWriter(self.segment)
             self.arena = Arena(self.segment.layout, self.ring, self.segment.reserve_arena)
+            self.members = Membership(self.segment, self.ring, self.arena, self._ranks)
             lock_file = LockFile.of(
                 new_memory_file("shmcast-locks", self.segment.layout.locks_bytes)
             )
@@ -176,10 +178,7 @@ class Writer:
                 ranks=ranks,
                 descriptors=(self.segment.data_descriptor, self.segment.control_descriptor),
                 lock_file=lock_file,
-                new_epoch=self.ring.new_epoch,
-                admit=self.ring.admit,
-                strike=self.arena.strike,
-                has_left=self.ring.has_left,
+                members=self.members,
             )
             undo.callback(self.control.close_descriptors)
             self.remote: RemoteWriter | None = None
@@ -189,13 +188,13 @@ class Writer:
                 undo.callback(self.remote.close)
                 self.control.watch(self.remote.claimed.descriptor)
                 doors.append(self.remote)
-            self.roster = Roster(self.ring, doors, lock)
+            self.roster = Roster(self.ring, self.members, doors, lock)
             undo.pop_all()
 
     def _open_to_remote_ranks(self, local_ranks: tuple[int, ...], token: str) -> RemoteWriter:
         from shmcast.remote import RemoteWriter, RingSizes
 
-        config, segment, ring = self._config, self.segment, self.ring
+        config = self._config
         assert config.bind is not None  # the config has seen to that
         return RemoteWriter(
             bind=config.bind,
@@ -210,11 +209,7 @@ class Writer:
                 copies=config.receive == "copy",
                 warn_after_us=int(min(config.warn_after_s, 1e12) * 1e6),
             ),
-            place_of=lambda rank, epoch: RingReader(segment, rank, epoch),
-            new_epoch=ring.new_epoch,
-            admit=ring.admit,
-            strike=self.arena.strike,
-            has_left=ring.has_left,
+            members=self.members,
         )
 
     def wait_until_read(self, deadline: float) -> None:

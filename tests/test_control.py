@@ -227,7 +227,7 @@ def test_forked_child_keeps_descriptors(lock_file: LockFile) -> None:
 
 @attrs.define
 class Ring:
-    """Stands for the ring: epochs, who is admitted, who has left."""
+    """Stands for the queue's Membership: epochs, who is admitted, who has left."""
 
     published: int = 7
     epochs: dict[int, int] = attrs.field(factory=dict)
@@ -235,13 +235,15 @@ class Ring:
     strikes: list[int] = attrs.field(factory=list)
     processes: list[Process | None] = attrs.field(factory=list)
     left: set[int] = attrs.field(factory=set)
+    new_ranks: set[int] = attrs.field(factory=lambda: {0, 1})
 
     def new_epoch(self, rank: int) -> int:
         self.epochs[rank] = self.epochs.get(rank, 0) + 1
         self.left.discard(rank)
         return self.epochs[rank]
 
-    def admit(self, rank: int, is_first: bool) -> int:
+    def admit(self, rank: int) -> int:
+        is_first = rank in self.new_ranks
         self.admissions.append((rank, is_first))
         return 0 if is_first else self.published
 
@@ -272,10 +274,7 @@ class Host:
             ranks=(0, 1),
             descriptors=self.files,
             lock_file=self.lock_file,
-            new_epoch=self.ring.new_epoch,
-            admit=self.ring.admit,
-            strike=self.ring.strike,
-            has_left=self.ring.has_left,
+            members=self.ring,
         )
 
     def connect(self, rank: int, token: str | None = None) -> ReaderControl:

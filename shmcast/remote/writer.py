@@ -6,9 +6,9 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 
-from shmcast._ring import RingReader
 from shmcast.control import FailedAttempt
 from shmcast.errors import ProtocolError, ShmcastError
+from shmcast.membership import Membership
 from shmcast.remote.frames import Kind, RingSizes
 from shmcast.remote.loop import Event, Loop
 from shmcast.remote.writer_link import CurveKeys, Message, Peer, Seat, State, WriterLink
@@ -29,8 +29,7 @@ class RemoteWriter:
         token: what a reader must show.
         sizes: of the ring: as many messages may be on their way, and of those too large for a
             chunk as many bytes as the arena has.
-        place_of: what holds the place of a rank and epoch in the ring.
-        new_epoch, admit, strike, has_left: the ring's.
+        members: which ranks the writer waits for.
 
     Raises:
         ConfigError: the address can't be bound, or is a wildcard without keys.
@@ -44,18 +43,12 @@ class RemoteWriter:
         ranks: tuple[int, ...],
         token: str,
         sizes: RingSizes,
-        place_of: Callable[[int, int], RingReader],
-        new_epoch: Callable[[int], int],
-        admit: Callable[[int, bool], int],
-        strike: Callable[[int], None],
-        has_left: Callable[[int], bool],
+        members: Membership,
     ) -> None:
         self.ranks = ranks
         self.holders: dict[int, Peer] = {}
         self._sizes = sizes
-        self._place_of, self._new_epoch = place_of, new_epoch
-        self._admit, self._strike, self._has_left = admit, strike, has_left
-        self._never_admitted = set(ranks)
+        self._members = members
         self._waiting: list[Peer] = []
         loop = Loop.enter()
         try:
@@ -98,7 +91,7 @@ class RemoteWriter:
         attached = {
             peer.rank
             for peer in self.admitted()
-            if peer.connection is not None and not self._has_left(peer.rank)
+            if peer.connection is not None and not self._members.has_left(peer.rank)
         }
         return tuple(rank for rank in self.ranks if rank not in attached)
 
@@ -124,7 +117,7 @@ class RemoteWriter:
     def vacate(self, rank: int) -> None:
         """End a rank's attachment, which has left or died; it may be claimed from now on."""
         # resumable: this is done again until the holder is out.
-        self._strike(rank)
+        self._members.strike(rank)
         peer = self.holders[rank]
         with self.link.lock:  # from here on nobody moves the rank's cursor
             peer.state = State.OVER
@@ -146,7 +139,7 @@ class RemoteWriter:
         if peer.state is State.OVER or peer.is_admitted:
             return True
         holder = self.holders.get(peer.rank)
-        if holder is not None and holder.is_admitted and self._has_left(peer.rank):
+        if holder is not None and holder.is_admitted and self._members.has_left(peer.rank):
             self.vacate(peer.rank)
             holder = None
         if holder is None or holder is peer or holder.state is State.OVER:
@@ -165,11 +158,11 @@ class RemoteWriter:
         rank = peer.rank
         self.holders[rank] = peer
         if peer.seat is None:
-            place = self._place_of(rank, self._new_epoch(rank))
-            start = self._admit(rank, rank in self._never_admitted)
+            place = self._members.new_place(rank)
+            start = self._members.admit(rank)
             place.begin(start)
             peer.seat = Seat(place, start)
-        self._never_admitted.discard(rank)
+        self._members.new_ranks.discard(rank)
         self._command(functools.partial(self.link.start, peer))
         peer.is_admitted = True
 

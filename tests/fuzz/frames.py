@@ -10,8 +10,10 @@ from typing import Any
 import zmq
 
 from shmcast import ProtocolError, QueueConfig, ShmcastError
-from shmcast._ring import RingReader, RingWriter
+from shmcast._ring import RingWriter
+from shmcast.arena import Arena
 from shmcast.layout import Layout
+from shmcast.membership import Membership
 from shmcast.remote import RemoteReader, RemoteWriter, RingSizes
 from shmcast.remote.frames import ADMITTED, HEADER, MAGIC, Kind
 from shmcast.remote.loop import Link, Loop
@@ -117,17 +119,14 @@ def one_input(data: bytes) -> None:
 
 def run(segment: Segment, data: bytes) -> None:
     ring = RingWriter(segment)
+    arena = Arena(segment.layout, ring, segment.reserve_arena)
     writer = RemoteWriter(
         bind="tcp://127.0.0.1:1",
         security="none",
         ranks=RANKS,
         token=TOKEN,
         sizes=RingSizes(CONFIG.n_chunks, CONFIG.chunk_bytes, CONFIG.arena_bytes),
-        place_of=lambda rank, epoch: RingReader(segment, rank, epoch),
-        new_epoch=ring.new_epoch,
-        admit=ring.admit,
-        strike=ring.strike,
-        has_left=ring.has_left,
+        members=Membership(segment, ring, arena, RANKS),
     )
     reader = RemoteReader(endpoint="tcp://127.0.0.1:1", keys=None, token=TOKEN, rank=0)
     link, connection = reader.link, Connection(NOWHERE, NOWHERE, -1, 0.0)
@@ -166,7 +165,7 @@ def serve(writer: RemoteWriter) -> None:
     writer.serve()
     for peer in list(writer.admitted()):
         try:
-            has_ended = writer.is_dead(peer) or writer._has_left(peer.rank)
+            has_ended = writer.is_dead(peer) or writer._members.has_left(peer.rank)
         except ProtocolError:
             has_ended = True
         if has_ended:
