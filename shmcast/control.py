@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import enum
 import errno
 import hmac
 import logging
@@ -77,7 +78,6 @@ _log = logging.getLogger("shmcast.control")
 _FRAME: Final = struct.Struct("=8sIIQ")  # magic and version, kind, rank, number; then a body
 _MAGIC: Final = b"shmcast\x01"
 _MOST_FRAME_BYTES: Final = 1024
-_CLAIM, _SEGMENT, _MAPPED, _ADMISSION, _FILE, _REFUSAL, _DENIAL, _CLOSING, _FAILED = range(1, 10)
 
 _SILENCE_S: Final = 5.0  # an accepted connection that makes no claim for this long is closed
 _BACKLOG: Final = 64
@@ -135,13 +135,30 @@ def _pidfd_of(connection: socket.socket, pid: int) -> int | None:
 # --- frames ---------------------------------------------------------------------------------------
 
 
+class _Kind(enum.IntEnum):
+    CLAIM = 1  # the reader's: a rank, and the token
+    SEGMENT = 2  # the rank's epoch, with the files that a reader maps
+    MAPPED = 3  # the reader's: it has mapped them and locked its byte
+    ADMISSION = 4  # the message that the reader starts with
+    FILE = 5  # of a message, sent before that is published
+    REFUSAL = 6  # the rank can't be had
+    DENIAL = 7  # the token is wrong
+    CLOSING = 8  # the writer has closed, and why if it failed
+    FAILED = 9  # the reader's: it can't attach, or is about to leave by an error
+
+
 @attrs.frozen
 class _Frame:
-    kind: int
+    kind: int  # a _Kind, or whatever a peer sent
     rank: int
     number: int
     body: bytes
     descriptors: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return _Kind(self.kind).name if self.kind in list(_Kind) else f"unknown kind {self.kind}"
 
     def close_descriptors(self) -> None:
         for descriptor in self.descriptors:
@@ -181,7 +198,7 @@ def _send_file(connection: socket.socket, nonce: int, descriptor: int, last_nonc
             so the reader drops what it has of them.
     """
     body = last_nonce.to_bytes(_NONCE_BYTES, "little")
-    return _send(connection, _FILE, number=nonce, body=body, descriptors=(descriptor,))
+    return _send(connection, _Kind.FILE, number=nonce, body=body, descriptors=(descriptor,))
 
 
 class _Gone(Exception):
@@ -532,7 +549,7 @@ class WriterControl:
         if connection.is_open and not (connection.holder and connection.holder.is_admitted):
             with contextlib.suppress(OSError):  # it has gone
                 text = b"the writer was interrupted in the handshake"
-                _send(connection.socket, _REFUSAL, body=text)
+                _send(connection.socket, _Kind.REFUSAL, body=text)
             self._forget(connection)
 
     def _take_up(self, connection: _Connection) -> None:
@@ -552,17 +569,17 @@ class WriterControl:
             frame = _receive(connection.socket, 0)
             if frame is None:
                 return
-            if frame.kind == _CLAIM and holder is None and connection.claimed_rank is None:
+            if frame.kind == _Kind.CLAIM and holder is None and connection.claimed_rank is None:
                 self._claim(connection, frame)
-            elif frame.kind == _MAPPED and holder is not None and frame.number == holder.epoch:
+            elif frame.kind == _Kind.MAPPED and holder is not None and frame.number == holder.epoch:
                 holder.is_mapped = True
                 self._try_admit(holder)
                 if not holder.is_admitted and not self.lock_file.is_held(rank_byte(holder.rank)):
                     raise ProtocolError(f"rank {holder.rank} says it is mapped, but has no lock")
-            elif frame.kind == _FAILED:
+            elif frame.kind == _Kind.FAILED:
                 self._take_failure(connection, failure_text(frame.body.decode(errors="replace")))
             else:
-                raise ProtocolError(f"a frame of kind {frame.kind} is out of turn")
+                raise ProtocolError(f"a frame {frame.name} is out of turn")
 
     def _take_failure(self, connection: _Connection, text: str) -> None:
         holder = connection.holder
@@ -579,10 +596,10 @@ class WriterControl:
 
     def _claim(self, connection: _Connection, frame: _Frame) -> None:
         if not hmac.compare_digest(frame.body, self.token.encode()):
-            self._refuse(connection, _DENIAL, "the token is not the one of this queue")
+            self._refuse(connection, _Kind.DENIAL, "the token is not the one of this queue")
         elif frame.rank not in self.ranks:
             self._refuse(
-                connection, _REFUSAL, f"rank {frame.rank} is not one of {list(self.ranks)}"
+                connection, _Kind.REFUSAL, f"rank {frame.rank} is not one of {list(self.ranks)}"
             )
         else:
             self._decide(connection, frame.rank)
@@ -607,7 +624,7 @@ class WriterControl:
             verb = "held" if holder.is_admitted else "being claimed"
             self._refuse(
                 connection,
-                _REFUSAL,
+                _Kind.REFUSAL,
                 f"rank {rank} is {verb} by process {holder.pid or named(0)}, which is alive",
             )
 
@@ -625,7 +642,7 @@ class WriterControl:
         with contextlib.suppress(ConnectionError):  # it has gone; what it said last is read next
             if not _send(
                 connection.socket,
-                _SEGMENT,
+                _Kind.SEGMENT,
                 rank=rank,
                 number=holder.epoch,
                 descriptors=(*self.descriptors, self.lock_file.descriptor),
@@ -638,7 +655,7 @@ class WriterControl:
         if holder.is_told or not (holder.is_admitted or self._can_admit(holder)):
             return
         holder.is_told = _send(
-            connection, _ADMISSION, rank=holder.rank, number=holder.start, body=self.greeting
+            connection, _Kind.ADMISSION, rank=holder.rank, number=holder.start, body=self.greeting
         )
 
     def _can_admit(self, holder: Holder) -> bool:
@@ -736,11 +753,11 @@ class WriterControl:
             while True:
                 late, _ = self._listener.accept()
                 with late, contextlib.suppress(OSError):
-                    _send(late, _CLOSING, body=body)
+                    _send(late, _Kind.CLOSING, body=body)
         self._listener.close()
         for connection in self._connections.values():
             with contextlib.suppress(OSError):  # it has gone before us
-                _send(connection.socket, _CLOSING, body=body)
+                _send(connection.socket, _Kind.CLOSING, body=body)
         self.close_descriptors()
 
     def close_descriptors(self) -> None:
@@ -828,7 +845,7 @@ class ReaderControl:
         self.writer_pid = pid
         self._writer_pidfd = _pidfd_of(self._socket, pid)
         self._is_connected = True
-        self._say(_CLAIM, body=self.token.encode())
+        self._say(_Kind.CLAIM, body=self.token.encode())
 
     def _say(self, kind: int, *, number: int = 0, body: bytes = b"") -> None:
         """Send a frame. If the writer has gone, what is received next says so."""
@@ -911,7 +928,7 @@ class ReaderControl:
         except ProtocolError:
             self._holds_byte = False
             raise
-        self._say(_MAPPED, number=self.epoch)
+        self._say(_Kind.MAPPED, number=self.epoch)
 
     @property
     def _me(self) -> str:
@@ -923,31 +940,31 @@ class ReaderControl:
 
     def _take(self, frame: _Frame) -> None:
         n_descriptors = len(frame.descriptors)
-        if frame.kind == _SEGMENT and n_descriptors == 3 and self.lock_file is None:
+        if frame.kind == _Kind.SEGMENT and n_descriptors == 3 and self.lock_file is None:
             data, control, locks = frame.descriptors
             # Closing this one on an error would drop the locks of an end in this very process.
             self.lock_file = LockFile.of(locks)
             self.epoch, self.offered = frame.number, (data, control)
             return
-        if frame.kind == _FILE and n_descriptors == 1:
+        if frame.kind == _Kind.FILE and n_descriptors == 1:
             self._add_file(frame)
             return
         frame.close_descriptors()
-        if frame.kind == _ADMISSION and self._holds_byte:
+        if frame.kind == _Kind.ADMISSION and self._holds_byte:
             self.greeting, self.start = frame.body, frame.number
-        elif frame.kind == _REFUSAL:
+        elif frame.kind == _Kind.REFUSAL:
             raise ProtocolError(frame.body.decode(errors="replace"))
-        elif frame.kind == _DENIAL:
+        elif frame.kind == _Kind.DENIAL:
             raise AuthenticationError(frame.body.decode(errors="replace"))
-        elif frame.kind == _CLOSING and frame.body:
+        elif frame.kind == _Kind.CLOSING and frame.body:
             raise WriterFailed(
                 f"the writer {self._whom} failed before it admitted {self._me}: "
                 f"{frame.body.decode(errors='replace')}"
             )
-        elif frame.kind == _CLOSING:
+        elif frame.kind == _Kind.CLOSING:
             raise QueueClosed(f"the writer closed before it admitted {self._me}")
         else:
-            raise ProtocolError(f"the writer sent a frame of kind {frame.kind} out of turn")
+            raise ProtocolError(f"the writer sent a frame {frame.name} out of turn")
 
     def collect_files(self) -> None:
         """Take what has arrived, so that the socket does not fill while this reader waits."""
@@ -963,7 +980,7 @@ class ReaderControl:
                 continue
             if frame is None:
                 return
-            if frame.kind == _FILE and len(frame.descriptors) == 1:
+            if frame.kind == _Kind.FILE and len(frame.descriptors) == 1:
                 self._add_file(frame)
             else:
                 frame.close_descriptors()
@@ -1024,7 +1041,7 @@ class ReaderControl:
         if self._has_said_failure or not self._is_connected:
             return
         try:
-            _send(self._socket, _FAILED, rank=self.rank, body=text.encode())
+            _send(self._socket, _Kind.FAILED, rank=self.rank, body=text.encode())
         except OSError as error:
             if is_foreign(error):
                 raise

@@ -101,7 +101,7 @@ def ask_for_files(handle: Handle, rank: int) -> tuple[socket.socket, list[int]]:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(PATIENCE_S)
     connection.connect("\0" + handle.local_address)
-    head = control_module._FRAME.pack(control_module._MAGIC, control_module._CLAIM, rank, 0)
+    head = control_module._FRAME.pack(control_module._MAGIC, control_module._Kind.CLAIM, rank, 0)
     connection.send(head + handle.token.encode())
     _, descriptors, _, _ = socket.recv_fds(connection, 2048, 3)
     return connection, list(descriptors)
