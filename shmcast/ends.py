@@ -62,7 +62,7 @@ class QueueEnd:
         if self._lock.is_forked:
             return
         if error is not None and (transport := self._transport) is not None:
-            # First: whoever sees the closing mark has to see this too.
+            # First: a peer that sees the closing mark has to see this too.
             transport.say_failed(failure_text(error))
         self._lock.close(self._finish)
         if (transport := self._transport) is not None:  # another call has the turn, and finishes it

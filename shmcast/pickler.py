@@ -400,7 +400,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 @functools.lru_cache(1024)
 def _geometry(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-    """How many items this shape has, -1 if it is none, and the strides of a contiguous tensor."""
+    """How many items a shape has, -1 if it is not one, and the strides of a contiguous tensor."""
     strides: list[int] = []
     step = 1
     for length in reversed(shape):

@@ -134,11 +134,11 @@ class MessageQueue(QueueEnd):
         One queue for the ranks of a `torch.distributed` process group: each gets its end, ready.
 
         Every rank of the group makes this call. One becomes the writer, the others become readers,
-        whose ranks are counted from 0 in the group's order. Who can't reach the writer's control
-        socket is on another host. An error on one rank is raised on all of them.
+        whose ranks are counted from 0 in the group's order. A rank that can't reach the
+        writer's control socket is on another host. An error on one rank is raised on all of them.
 
-        The queue's secrets travel as the group's own messages do (with gloo in clear): whoever can
-        read these can read the queue.
+        The queue's secrets travel as the group's own messages do (with gloo in clear): anyone
+        who can read these can read the queue.
 
         Args:
             group: any kind of group that exchanges objects, such as gloo's; None is the default
@@ -465,7 +465,7 @@ class MessageReader(QueueEnd):
 
         Raises:
             QueueNotReady: it took longer.
-            ProtocolError: the rank is taken, or the writer is none of this version.
+            ProtocolError: the rank is taken, or the writer is of another version.
             AuthenticationError: the handle's token is not the queue's.
             WriterLost: the writer died before.
             WriterFailed: the writer failed before.

@@ -47,7 +47,8 @@ _JOIN_PAUSE_S: Final = 1.0
 
 class Relay(QueueEnd):
     """
-    A writer of parts that never waits: who is too slow for it is evicted, and asks its own writer.
+    A writer of parts that never waits: it evicts a reader that is too slow, which then gets its
+    messages from the remote writer.
 
     The I/O thread of the reader that relays uses it, as a `remote.Relay`.
 
@@ -300,7 +301,7 @@ class RemoteAttachment(Source):
     def settle(self, deadline: float) -> None:
         """Look for the relay of this host, or become it."""
         if self.ring.relayed is not None:
-            self._candidate = None  # it is that one: a signal may have come between
+            self._candidate = None  # it has become that: a signal may have come between
             return
         now = time.monotonic()
         if now < self._join_at or self.remote.is_relay:

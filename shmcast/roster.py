@@ -37,7 +37,7 @@ class Door(Protocol[M]):
 
     @property
     def holders(self) -> Mapping[int, M]:
-        """Who has, or was offered, a rank."""
+        """The reader that has, or was offered, each rank."""
 
     @property
     def missing_ranks(self) -> Sequence[int]:
@@ -105,7 +105,7 @@ class Roster:
                 self._seen[member] = cursor, now
             text, is_damage = None, False
             try:
-                # Who left before it died has left.
+                # A reader that left before it died has left.
                 is_dead = door.is_dead(member)
                 has_left = self._members.has_left(rank)
                 failure = door.failure_of(member) if is_dead or has_left else None
@@ -187,7 +187,7 @@ class Roster:
         return "; ".join(texts) + self.attempts_text(ranks)
 
     def _admitted(self) -> Iterator[tuple[Door[Any], Member]]:
-        """Every admitted reader, and who is in charge of it."""
+        """Every admitted reader, with the door that it came through."""
         return ((door, member) for door in self._doors for member in door.admitted())
 
     def _holder_of(self, rank: int) -> Member | None:

@@ -12,7 +12,7 @@ from shmcast.segment import cpus_available
 
 __all__ = ["Wait", "check_open", "deadline_of", "spin_ns_of"]
 
-_FIRST_PROBE_S: Final = 0.001  # who has waited for less does not ask who is alive
+_FIRST_PROBE_S: Final = 0.001  # after a shorter wait nobody asks who is alive
 # A sleep is cut in slices only to notice what nobody tells; a wake-up never depends on it. An end
 # whom the door thread tells of a death needs none, but a lock that is lost, or a clock that jumped.
 _TOLD_SLICE_S: Final = 1.0

@@ -100,7 +100,7 @@ class _Message:
         image_bytes: the size of its image, without what lies in blocks.
         image_place: of the block of an image that is too large for a chunk.
         is_in_file: whether the image goes into a memory file.
-        sent: who has been sent that.
+        sent: the readers that have been sent that.
     """
 
     stream: list[bytes]
@@ -338,7 +338,7 @@ class Writer:
         # writer dies.
         if not self.control.send_file(self._nonce, self._file, message.sent):
             return False
-        # Let go of first: whoever is interrupted must not close it twice.
+        # Let go of first: a call that is cut off must not close it twice.
         file, self._file = self._file, None
         if self.remote is not None:
             self._images[ring.messages] = map_file(file, message.image_bytes, writable=False)

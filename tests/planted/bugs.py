@@ -66,7 +66,7 @@ BUGS: Final = (
         """
         if not self.control.send_file(self._nonce, self._file, message.sent):
             return False
-        # Let go of first: whoever is interrupted must not close it twice.
+        # Let go of first: a call that is cut off must not close it twice.
         file, self._file = self._file, None
         if self.remote is not None:
             self._images[ring.messages] = map_file(file, message.image_bytes, writable=False)
