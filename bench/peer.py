@@ -16,6 +16,7 @@ import sys
 import time
 import zlib
 from collections.abc import Iterable
+from multiprocessing.connection import Connection
 from typing import Any
 
 from shmcast import Handle, MessageQueue, MessageReader, QueueConfig
@@ -97,6 +98,21 @@ def echo(handle: str, rank: int, settings: dict[str, Any]) -> None:
     reader, writer = _ends(handle, rank, settings)
     for message in reader:
         writer.enqueue(message)
+
+
+def echo_by_pipe(descriptor: int) -> None:
+    """The same by a pipe of `multiprocessing`."""
+    pipe = Connection(descriptor)
+    _say("ready")
+    while True:
+        pipe.send(pipe.recv())
+
+
+def be_busy() -> None:
+    """Compute for ever."""
+    _say("ready")
+    while True:
+        pass
 
 
 def touch(handle: str, rank: int, settings: dict[str, Any]) -> None:
@@ -210,6 +226,15 @@ def raw_zmq(forth: str, back: str, keys: list[str]) -> None:
 if __name__ == "__main__":
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a bare futex does not notice a dead parent
     arguments = json.loads(sys.stdin.readline())
-    functions = (echo, touch, say_size, answer_late, answer_late_bare, raw_zmq)
+    functions = (
+        echo,
+        echo_by_pipe,
+        be_busy,
+        touch,
+        say_size,
+        answer_late,
+        answer_late_bare,
+        raw_zmq,
+    )
     roles = {role.__name__: role for role in functions}
     roles[arguments.pop("role")](**arguments)
