@@ -316,7 +316,7 @@ cpdef enum:
     BUFFER_ALIGNMENT = 64
 
 cdef enum:
-    POLLS_PER_CLOCK = 64          # about a microsecond of pauses
+    POLLS_PER_CLOCK = 64          # about a microsecond of pauses; then clock and CPU are asked
     GIL_COPY_BYTES = 16384        # a shorter copy costs less than giving up the GIL
     KIND_HERE = 1
     KIND_FILE = 2
@@ -377,6 +377,9 @@ cdef inline Py_buffer *buffer_of(list views, Py_ssize_t index) noexcept:
 cdef extern from "Python.h":
     Py_buffer *PyMemoryView_GET_BUFFER(object view) noexcept
 
+
+cdef extern from "<sched.h>" nogil:
+    int sched_getcpu()
 
 cdef extern from "pythread.h" nogil:
     ctypedef enum PyLockStatus:
@@ -1004,6 +1007,11 @@ cdef class _Turn:
         self.lock._leave()
 
 
+cdef inline uint64_t this_cpu() noexcept nogil:
+    """1 + the CPU that this thread runs on; it may be on another one a moment later."""
+    return <uint64_t>(sched_getcpu() + 1)
+
+
 @cython.no_gc_clear  # a garbage cycle must not drop what the views pin before they are released
 cdef class _End:
     """What both ends have: the two mappings, pinned for as long as the object lives."""
@@ -1018,6 +1026,7 @@ cdef class _End:
     cdef uint32_t *readers_word
     cdef uint32_t *writer_word
     cdef uint64_t *published_word
+    cdef uint64_t *writer_cpu
     cdef uint64_t *closing_word
     cdef uint64_t *writer_sleeps
     cdef uint64_t *failure_word
@@ -1045,6 +1054,7 @@ cdef class _End:
         self.readers_word = <uint32_t *>(self.control + <size_t>layout.readers_word_offset)
         self.writer_word = <uint32_t *>(self.control + <size_t>layout.writer_word_offset)
         self.published_word = <uint64_t *>(self.data + <size_t>layout.published_offset)
+        self.writer_cpu = <uint64_t *>(self.data + <size_t>layout.writer_cpu_offset)
         self.closing_word = <uint64_t *>(self.data + <size_t>layout.closing_offset)
         self.writer_sleeps = <uint64_t *>(self.data + <size_t>layout.writer_sleeps_offset)
         self.failure_word = <uint64_t *>(self.data + <size_t>layout.failure_offset)
@@ -1116,6 +1126,7 @@ cdef class RingWriter(_End):
     cdef uint64_t *cached_cursors            # per rank; stale likewise, a cursor only grows
     cdef uint64_t **cursors                  # per rank, NULL until it is admitted
     cdef uint64_t **sleeps
+    cdef uint64_t **cpus                     # per rank: where it finished a message last
     cdef uint64_t **given_up_words           # per rank, a word for each slot
     cdef uint64_t **given_ups_words
     cdef uint64_t **held_uses                # per rank and slot, the use to give up; 0 for none
@@ -1138,20 +1149,22 @@ cdef class RingWriter(_End):
         self.cached_cursors = <uint64_t *>PyMem_Calloc(self.n_readers, sizeof(uint64_t))
         self.cursors = <uint64_t **>PyMem_Calloc(self.n_readers, sizeof(void *))
         self.sleeps = <uint64_t **>PyMem_Calloc(self.n_readers, sizeof(void *))
+        self.cpus = <uint64_t **>PyMem_Calloc(self.n_readers, sizeof(void *))
         self.given_up_words = <uint64_t **>PyMem_Calloc(self.n_readers, sizeof(void *))
         self.given_ups_words = <uint64_t **>PyMem_Calloc(self.n_readers, sizeof(void *))
         self.held_uses = <uint64_t **>PyMem_Calloc(self.n_readers, sizeof(void *))
         self.seen_given_ups = <uint64_t *>PyMem_Calloc(self.n_readers, sizeof(uint64_t))
         self.is_expected = <bint *>PyMem_Calloc(self.n_readers, sizeof(bint))
         self.reserved_bytes = <uint64_t *>PyMem_Calloc(self.n_chunks, sizeof(uint64_t))
-        if not (self.cached_cursors and self.cursors and self.sleeps and self.given_up_words
-                and self.given_ups_words and self.held_uses and self.seen_given_ups
-                and self.is_expected and self.reserved_bytes):
+        if not (self.cached_cursors and self.cursors and self.sleeps and self.cpus
+                and self.given_up_words and self.given_ups_words and self.held_uses
+                and self.seen_given_ups and self.is_expected and self.reserved_bytes):
             raise MemoryError
         for rank in range(self.n_readers):
             # A rank that has never attached holds the ring at its cursor, which is 0.
             self.is_expected[rank] = True
             self.sleeps[rank] = self.rank_word(rank, self.layout.sleeps_in_rank)
+            self.cpus[rank] = self.rank_word(rank, self.layout.cpu_in_rank)
             self.given_up_words[rank] = <uint64_t *>(
                 self.control + <size_t>self.layout.rank_given_up_offset(rank))
             self.given_ups_words[rank] = self.rank_word(rank, self.layout.given_ups_in_rank)
@@ -1164,6 +1177,7 @@ cdef class RingWriter(_End):
         PyMem_Free(self.cached_cursors)
         PyMem_Free(self.cursors)
         PyMem_Free(self.sleeps)
+        PyMem_Free(self.cpus)
         PyMem_Free(self.given_up_words)
         PyMem_Free(self.given_ups_words)
         if self.held_uses is not NULL:
@@ -1433,6 +1447,7 @@ cdef class RingWriter(_End):
         self.published += 1
         if self.n_slots:
             store_relaxed(self.guard_word, self.published)
+        store_relaxed(self.writer_cpu, this_cpu())
         # Release pairs with the acquire load in RingReader: the chunk is written before it.
         store_release(self.published_word, self.published)
         self._wake_readers()
@@ -1490,12 +1505,22 @@ cdef class RingWriter(_End):
 
     cdef bint _poll_space(self, int64_t until_ns, uint64_t n_free) noexcept nogil:
         cdef int _round
-        while monotonic_ns() < until_ns and not self._is_told():
+        while monotonic_ns() < until_ns and not self._is_told() and not self._is_on_their_cpu():
             for _round in range(POLLS_PER_CLOCK):
                 if self._has_space(n_free):
                     return True
                 pause_polling()
         return self._has_space(n_free)
+
+    cdef bint _is_on_their_cpu(self) noexcept nogil:
+        """Whether a rank that is furthest behind needs this CPU, which polling would keep."""
+        cdef uint64_t here = this_cpu()
+        cdef int rank
+        for rank in range(self.n_readers):
+            if (self.is_expected[rank] and self.cached_cursors[rank] == self.cached_least
+                    and load_relaxed(self.cpus[rank]) == here):
+                return True
+        return False
 
     cdef void _sleep_for_space(self, int64_t sleep_ns, uint64_t n_free) noexcept nogil:
         cdef uint32_t seen
@@ -1879,6 +1904,7 @@ cdef class RingReader(_End):
     cdef uint64_t *sleeps_word
     cdef uint64_t *left_word
     cdef uint64_t *leased_word
+    cdef uint64_t *cpu_word
     cdef uint64_t taken_bytes, taken_oob_buffers, taken_oob_bytes   # of the message not released
     cdef object taken                        # what was taken of it, if that holds leases
     cdef uint64_t *given_up                  # a word for each slot
@@ -1897,6 +1923,7 @@ cdef class RingReader(_End):
         self.sleeps_word = self.rank_word(rank, self.layout.sleeps_in_rank)
         self.left_word = self.rank_word(rank, self.layout.left_in_rank)
         self.leased_word = self.rank_word(rank, self.layout.leased_in_rank)
+        self.cpu_word = self.rank_word(rank, self.layout.cpu_in_rank)
 
     def begin(self, uint64_t start):
         """Begin with message number `start`, which the writer has told."""
@@ -2099,6 +2126,7 @@ cdef class RingReader(_End):
         return True
 
     cdef inline void _give_back(self) noexcept nogil:
+        store_relaxed(self.cpu_word, this_cpu())
         # Release pairs with the acquire load in RingWriter._refresh.
         store_release(self.cursor_word, self.cursor)
         # This fence and the one in RingWriter._sleep_for_space.
@@ -2156,7 +2184,9 @@ cdef class RingReader(_End):
 
     cdef bint _poll(self, int64_t until_ns) noexcept nogil:
         cdef int _round
-        while monotonic_ns() < until_ns and not self._is_told():
+        # The writer needs this CPU if it published there last: polling would keep it waiting.
+        while (monotonic_ns() < until_ns and not self._is_told()
+               and load_relaxed(self.writer_cpu) != this_cpu()):
             for _round in range(POLLS_PER_CLOCK):
                 if self._available():
                     return True

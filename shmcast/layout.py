@@ -25,6 +25,8 @@ Each word's owner, who loads it, and its range:
 word           stored by                              loaded    range
 =============  =====================================  ========  ===================================
 published      the writer                             readers   messages so far; only grows
+writer_cpu     the writer                             readers   1 + the CPU that it published on
+                                                                last, 0 for none
 closing        the writer, once                       readers   0 or 1
 writer_sleeps  the writer                             readers   0 or 1
 failure        the writer, once, before `closing`     readers   the length of the text behind it,
@@ -43,6 +45,8 @@ leased         the rank's reader                      writer    the last use tha
                                                                 leased, 0 for none; only grows
 guard          the writer                             readers   as published, and stored before it;
                                                                 a private view may be older
+cpu            the rank's reader                      writer    1 + the CPU that it finished a
+                                                                message on last, 0 for none
 given_up       the rank's reader                      writer    the slot's last use that the rank
                                                                 has given up, 0 for none; only
                                                                 grows
@@ -75,7 +79,7 @@ LINE_BYTES: Final = 128
 WORD_BYTES: Final = 8
 
 _MAGIC: Final = b"shmcast\0"
-_VERSION: Final = 2
+_VERSION: Final = 3
 _HEADER: Final = struct.Struct("=8sQQQQQdQQ")
 HEADER_BYTES: Final = _HEADER.size
 _RECEIVE: Final = ("private", "copy")  # as numbers in the header
@@ -111,6 +115,7 @@ class Layout:
 
     # The data file.
     published_offset: int = attrs.field(init=False, default=round_up(HEADER_BYTES, LINE_BYTES))
+    writer_cpu_offset: int = attrs.field(init=False)
     closing_offset: int = attrs.field(init=False)
     writer_sleeps_offset: int = attrs.field(init=False)
     failure_offset: int = attrs.field(init=False)
@@ -135,9 +140,14 @@ class Layout:
     left_in_rank: int = attrs.field(init=False, default=2 * WORD_BYTES)
     given_ups_in_rank: int = attrs.field(init=False, default=3 * WORD_BYTES)
     leased_in_rank: int = attrs.field(init=False, default=4 * WORD_BYTES)
+    cpu_in_rank: int = attrs.field(init=False, default=5 * WORD_BYTES)
 
     # The lock file: byte 0 is the writer's, byte 1 + rank is the reader's.
     locks_bytes: int = attrs.field(init=False)
+
+    @writer_cpu_offset.default
+    def _writer_cpu_offset(self) -> int:
+        return self.published_offset + WORD_BYTES  # on its line, which the writer stores anyway
 
     @closing_offset.default
     def _closing_offset(self) -> int:

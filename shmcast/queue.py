@@ -474,6 +474,7 @@ class MessageReader(QueueEnd):
         deadline = deadline_of(timeout)
         with self._lock.until(deadline, QueueNotReady):
             self._attach(deadline)
+            self._source.settle(deadline)
 
     def dequeue(self, timeout: float | None = None) -> Any:
         """
@@ -571,12 +572,14 @@ class MessageReader(QueueEnd):
             )
 
     def _wait_for_message(self, deadline: float) -> Any:
-        try:
-            self._attach(deadline)
-        except QueueNotReady as error:
-            raise QueueEmpty(str(error)) from error
+        if self._take is _nothing:
+            try:
+                self._attach(deadline)
+            except QueueNotReady as error:
+                raise QueueEmpty(str(error)) from error
         source, ring = self._source, self._source.ring
         assert ring is not None  # it is attached
+        source.settle(deadline)
         wait = Wait(deadline, source.warn_after_s, source.spin_ns)
         while True:
             slice_s = wait.slice_s(is_told=self._is_told)
@@ -599,7 +602,6 @@ class MessageReader(QueueEnd):
         """Go through the handshake, if that is not done; raises QueueNotReady if time is up."""
         if not self._step():
             self._wait_for_admission(deadline)
-        self._source.settle(deadline)
 
     def _wait_for_admission(self, deadline: float) -> None:
         wait = Wait(deadline, self._source.warn_after_s)

@@ -45,7 +45,7 @@ class Wait:
 
     def __init__(self, deadline: float, warn_after_s: float, spin_ns: int = 0) -> None:
         self.start = time.monotonic()
-        self._spin_until = self.start + spin_ns / 1e9
+        self._spin_ns = spin_ns  # what is left of it
         self._deadline = deadline
         self._warn_after_s = warn_after_s
         self._warn_at = self.start + warn_after_s
@@ -69,11 +69,11 @@ class Wait:
         Args:
             is_told: whether the door thread ends the wait when the other side has died.
         """
-        now = time.monotonic()
-        if self._is_first:
+        if self._is_first:  # so nothing has been waited for: most messages ask for no time here
             self._is_first = False
-            most = _FIRST_PROBE_S
-        elif is_told:
+            return max(0.0, min(_FIRST_PROBE_S, self._deadline - self.start))
+        now = time.monotonic()
+        if is_told:
             most = _TOLD_SLICE_S
         elif now - self.start < _SHORT_SLICES_UNTIL_S:
             most = _SHORT_SLICE_S
@@ -88,8 +88,10 @@ class Wait:
 
     def spin_and_sleep_ns(self, slice_s: float) -> tuple[int, int]:
         """For how long of this slice to poll, and how long to sleep after that."""
-        spin_s = max(0.0, min(self._spin_until - time.monotonic(), slice_s))
-        return int(spin_s * 1e9), int((slice_s - spin_s) * 1e9)
+        slice_ns = int(slice_s * 1e9)
+        spin_ns = min(self._spin_ns, slice_ns)
+        self._spin_ns -= spin_ns
+        return spin_ns, slice_ns - spin_ns
 
     def is_long(self) -> bool:
         """Whether to warn now; true once per interval."""

@@ -53,6 +53,7 @@ def words_in_rank(layout: Layout) -> list[int]:
         layout.left_in_rank,
         layout.given_ups_in_rank,
         layout.leased_in_rank,
+        layout.cpu_in_rank,
     ]
 
 
@@ -74,6 +75,7 @@ def test_nothing_in_the_data_file_overlaps(config: QueueConfig) -> None:
     parts = [
         (0, HEADER_BYTES),
         word(layout.published_offset),
+        word(layout.writer_cpu_offset),
         word(layout.closing_offset),
         word(layout.writer_sleeps_offset),
         (layout.failure_offset, layout.failure_offset + WORD_BYTES + MOST_FAILURE_BYTES),
@@ -118,6 +120,7 @@ def test_words_are_aligned(config: QueueConfig) -> None:
     last = config.n_readers - 1
     offsets = [
         layout.published_offset,
+        layout.writer_cpu_offset,
         layout.closing_offset,
         layout.writer_sleeps_offset,
         layout.failure_offset,
@@ -225,7 +228,7 @@ def test_the_header_is_as_documented() -> None:
     """The header is the magic, the version and what the layout follows from."""
     for receive, number in (("private", 0), ("copy", 1)):
         header = attrs.evolve(LAYOUT, receive=receive).header()
-        expected = (b"shmcast\0", 2, 3, 5, 5000, 30, 60.0, number, 100_000)
+        expected = (b"shmcast\0", 3, 3, 5, 5000, 30, 60.0, number, 100_000)
         assert expected == HEADER.unpack(header)
 
 
@@ -249,13 +252,13 @@ def test_another_magic_is_refused() -> None:
         Layout.from_header(b"\x7fELF" + LAYOUT.header()[4:], LAYOUT.data_bytes)
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, 1 << 63])
+@pytest.mark.parametrize("version", [0, 1, 2, 4, 1 << 63])
 def test_another_version_is_refused(version: int) -> None:
     """A segment of another version is refused, and the error names both versions."""
     header = HEADER.pack(b"shmcast\0", version, 3, 5, 5000, 30, 60.0, 0, 100_000)
     with pytest.raises(ProtocolError) as caught:
         Layout.from_header(header, LAYOUT.data_bytes)
-    assert [] == [part for part in (str(version), "reads 2") if part not in str(caught.value)]
+    assert [] == [part for part in (str(version), "reads 3") if part not in str(caught.value)]
 
 
 @pytest.mark.parametrize("difference", [-LAYOUT.data_bytes, -mmap.PAGESIZE, -1, 1, mmap.PAGESIZE])
@@ -296,7 +299,7 @@ def test_a_value_that_no_config_allows_is_refused(field: str, value: float) -> N
 @pytest.mark.parametrize("receive", [2, 3, 1 << 63])
 def test_another_way_to_receive_is_refused(receive: int) -> None:
     """A header with a number that stands for no way to receive is damaged."""
-    header = HEADER.pack(b"shmcast\0", 2, 3, 5, 5000, 30, 60.0, receive, 100_000)
+    header = HEADER.pack(b"shmcast\0", 3, 3, 5, 5000, 30, 60.0, receive, 100_000)
     with pytest.raises(ProtocolError, match="damaged"):
         Layout.from_header(header, LAYOUT.data_bytes)
 
@@ -314,7 +317,7 @@ def test_a_header_is_refused_or_one_that_a_writer_has(
     values: tuple[int, int, int, int], warn_after_s: float, receive: int, arena_bytes: int
 ) -> None:
     """What is not refused is the layout of some config, byte for byte."""
-    header = HEADER.pack(b"shmcast\0", 2, *values, warn_after_s, receive, arena_bytes)
+    header = HEADER.pack(b"shmcast\0", 3, *values, warn_after_s, receive, arena_bytes)
     n_readers, n_chunks, chunk_bytes, spin_us = values
     name = "copy" if receive == 1 else "private"
     try:

@@ -868,18 +868,19 @@ def test_reader_that_leaves_while_it_is_taken_in(monkeypatch: pytest.MonkeyPatch
     """A reader that closes just before it is admitted is not waited for."""
     with new_queue(n_chunks=1) as queue:
         assert queue._writer.remote is not None
-        link, admit = queue._writer.remote, queue._writer.remote._admit
+        link, members = queue._writer.remote, queue._writer.members
+        admit = members.admit
         reader = MessageReader(queue.export_handle(), 0)
 
-        def leave_and_admit(rank: int, from_first: bool) -> int:
+        def leave_and_admit(rank: int) -> int:
             reader.close()
             wait_for(
                 lambda: link.holders[rank].state is State.OVER,
                 "the writer did not hear that it left",
             )
-            return admit(rank, from_first)
+            return admit(rank)
 
-        monkeypatch.setattr(link, "_admit", leave_and_admit)
+        monkeypatch.setattr(members, "admit", leave_and_admit)
         wait_for(lambda: link.link.claims, "no claim came")
         with contextlib.suppress(QueueNotReady):
             queue.wait_until_ready(0)

@@ -1183,6 +1183,45 @@ def handler_of(number: int, handle: Callable[[], object]) -> Iterator[None]:
         signal.signal(number, before)
 
 
+POLL_NS = 20_000_000
+
+
+def duration_ns(function: Callable[[], object]) -> int:
+    """How long it takes."""
+    start_ns = time.monotonic_ns()
+    function()
+    return time.monotonic_ns() - start_ns
+
+
+@pytest.fixture
+def one_cpu() -> Iterator[int]:
+    """Let this thread run on one CPU alone."""
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    yield min(allowed)
+    os.sched_setaffinity(0, allowed)
+
+
+def test_no_polling_on_the_cpu_of_the_other_side(one_cpu: int) -> None:
+    """An end does not poll on the CPU where the other side was last, which may need it."""
+    with ring_of(n_chunks=1) as ring:
+        reader = ring.readers[0]
+        ring.publish(b"m")
+        assert b"m" == reader.try_take()
+        reader.release()
+        reader.wait(SLEEP_NS, 1)
+        ring.publish(b"m")
+        ring.writer.wait_for_space(SLEEP_NS, 1)
+
+        offset = ring.layout.rank_offset(0) + ring.layout.cpu_in_rank
+        ring.control[offset : offset + 8] = WORD.pack(one_cpu + 2)
+        assert POLL_NS <= duration_ns(lambda: ring.writer.wait_for_space(POLL_NS, 0))
+        assert b"m" == reader.try_take()
+        reader.release()
+        ring.set_data_word(ring.layout.writer_cpu_offset, one_cpu + 2)
+        assert POLL_NS <= duration_ns(lambda: reader.wait(POLL_NS, 0))
+
+
 def test_signal_ends_a_wait() -> None:
     """What a signal handler raises ends the wait of either end."""
     interrupted = threading.Event()
