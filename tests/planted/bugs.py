@@ -381,10 +381,10 @@ BUGS: Final = (
         "control.py",
         """
         if not hmac.compare_digest(frame.body, self.token.encode()):
-            self._refuse(connection, _DENIAL, "the token is not the one of this queue")
+            self._refuse(connection, _Kind.DENIAL, "the token is not the one of this queue")
         elif frame.rank not in self.ranks:
             self._refuse(
-                connection, _REFUSAL, f"rank {frame.rank} is not one of {list(self.ranks)}"
+                connection, _Kind.REFUSAL, f"rank {frame.rank} is not one of {list(self.ranks)}"
             )
         else:
             self._decide(connection, frame.rank)
