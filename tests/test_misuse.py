@@ -395,17 +395,17 @@ def header_of(*values: float, receive: int = 0, arena_bytes: int = ARENA_BYTES) 
         pytest.param(bytes(_HEADER.size), "not a shmcast segment", id="zeros"),
         pytest.param(b"notours\0" + b"\1" * 64, "not a shmcast segment", id="magic"),
         pytest.param(header_of(99, 1, 1, 4096, 0, 60.0), "version 99", id="version"),
-        pytest.param(header_of(2, 2**63, 1, 4096, 0, 60.0), "n_readers", id="readers"),
-        pytest.param(header_of(2, 1, 0, 4096, 0, 60.0), "n_chunks", id="no chunk"),
-        pytest.param(header_of(2, 1, 1, 2**40, 0, 60.0), "the file has", id="large chunks"),
-        pytest.param(header_of(2, 1, 1, 4096, 0, _NAN), "warn_after_s", id="not a time"),
-        pytest.param(header_of(2, 1, 1, 4096, 2**63, 60.0), "spin_us", id="endless polling"),
-        pytest.param(header_of(2, 1, 1, 4096, 0, 60.0, receive=2), "receive", id="receive"),
+        pytest.param(header_of(3, 2**63, 1, 4096, 0, 60.0), "n_readers", id="readers"),
+        pytest.param(header_of(3, 1, 0, 4096, 0, 60.0), "n_chunks", id="no chunk"),
+        pytest.param(header_of(3, 1, 1, 2**40, 0, 60.0), "the file has", id="large chunks"),
+        pytest.param(header_of(3, 1, 1, 4096, 0, _NAN), "warn_after_s", id="not a time"),
+        pytest.param(header_of(3, 1, 1, 4096, 2**63, 60.0), "spin_us", id="endless polling"),
+        pytest.param(header_of(3, 1, 1, 4096, 0, 60.0, receive=2), "receive", id="receive"),
         pytest.param(
-            header_of(2, 1, 1, 4096, 0, 60.0, arena_bytes=2**63), "arena_bytes", id="arena"
+            header_of(3, 1, 1, 4096, 0, 60.0, arena_bytes=2**63), "arena_bytes", id="arena"
         ),
         pytest.param(
-            header_of(2, 1, 1, 4096, 0, 60.0, arena_bytes=9 * mmap.PAGESIZE),
+            header_of(3, 1, 1, 4096, 0, 60.0, arena_bytes=9 * mmap.PAGESIZE),
             "the file has",
             id="large arena",
         ),
