@@ -88,14 +88,16 @@ BUGS: Final = (
         "reason of a failure said after the end",
         "ends.py",
         """
+        if error is not None and (transport := self._transport) is not None:
+            # First: a peer that sees the closing mark has to see this too.
             transport.say_failed(failure_text(error))
         self._lock.close(self._finish)
 """,
         """
-            late = transport, failure_text(error)
+        transport = self._transport
         self._lock.close(self._finish)
-        if error is not None:
-            late[0].say_failed(late[1])
+        if error is not None and transport is not None:
+            transport.say_failed(failure_text(error))
 """,
         ("test_failure.py::test_the_reason_comes_before_the_mark",),
     ),
