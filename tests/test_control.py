@@ -20,7 +20,7 @@ from typing import Any
 
 import attrs
 import pytest
-from conftest import PATIENCE_S
+from conftest import PATIENCE_S, wait_for_remote_ends, wait_until
 
 import shmcast.control as control_module
 from shmcast import locks
@@ -334,6 +334,7 @@ def finish_handshake(reader: ReaderControl) -> None:
 @pytest.fixture
 def host() -> Iterator[Host]:
     """A writer's side; at the end nothing of it or of its readers is left open."""
+    wait_for_remote_ends()  # those of earlier tests
     before = open_files()
     host = Host()
     yield host
@@ -342,7 +343,7 @@ def host() -> Iterator[Host]:
     for connection in host.sockets:
         connection.close()
     host.close_writer()
-    assert [] == newly_open(before)
+    wait_until(lambda: not newly_open(before))
 
 
 def frame(
