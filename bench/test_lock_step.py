@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from bench.conftest import Connect, SideBySide, Start
 
 MESSAGE = bytes(64)
@@ -48,34 +50,31 @@ def test_lock_step(
     busy = [start_peer("be_busy") for _ in os.sched_getaffinity(0)] if is_busy else []
     random_ = random.Random(7)
 
-    def by_queue() -> float:
+    def steps(step: Callable[[], None]) -> float:
         times_ns = []
         for _ in BLOCK:
             compute(random_)
             start_ns = time.perf_counter_ns()
-            queue.enqueue(MESSAGE)
-            for reader in readers:
-                reader.dequeue()
+            step()
             times_ns.append(time.perf_counter_ns() - start_ns)
         return statistics.median(times_ns) / 1e9
 
-    def by_pipes() -> float:
-        times_ns = []
-        for _ in BLOCK:
-            compute(random_)
-            start_ns = time.perf_counter_ns()
-            for pipe in pipes:
-                pipe.send(MESSAGE)
-            for pipe in pipes:
-                pipe.recv()
-            times_ns.append(time.perf_counter_ns() - start_ns)
-        return statistics.median(times_ns) / 1e9
+    def by_queue() -> None:
+        queue.enqueue(MESSAGE)
+        for reader in readers:
+            reader.dequeue()
+
+    def by_pipes() -> None:
+        for pipe in pipes:
+            pipe.send(MESSAGE)
+        for pipe in pipes:
+            pipe.recv()
 
     side_by_side(
         f"64 bytes to {n_readers} reader{'s' if n_readers > 1 else ''} and back, "
         f"{'a busy process for each CPU' if is_busy else 'nothing else running'}",
-        by_queue,
-        {"multiprocessing.Pipe": by_pipes},
+        lambda: steps(by_queue),
+        {"multiprocessing.Pipe": lambda: steps(by_pipes)},
         blocks=40,
         target="ahead",
     )

@@ -34,11 +34,11 @@ The path of a message::
 The modules in the order of the data: `config` and `handle` say what is wanted, `layout` where it
 lies, `segment` makes the memory, `door` takes the steps of ends that are in no call, `locks` says
 who is alive and `control` who is there, `_ring` holds the hot loops and `_system` the system calls,
-`arena` deals out the blocks, `waiting` says how long to sleep, `ends` what all ends do, `pickler`
-turns objects into bytes, `roster` knows who reads, `attachment` takes what arrives on this host,
-`remote` sends to other hosts, `writer` publishes, `relay` passes on, `queue` is what users hold,
-`distributed` gives the ranks of a process group their ends, `cli` is the command and `demo` what it
-runs.
+`arena` deals out the blocks, `membership` tells ring and arena which ranks there are, `waiting`
+says how long to sleep, `ends` what all ends do, `pickler` turns objects into bytes, `roster` knows
+who reads, `attachment` takes what arrives on this host, `remote` sends to other hosts, `writer`
+publishes, `relay` passes on, `queue` is what users hold, `distributed` gives the ranks of a process
+group their ends, `cli` is the command and `demo` what it runs.
 """
 
 import sys

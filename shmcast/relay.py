@@ -142,9 +142,9 @@ class Relay(QueueEnd):
         return False
 
     def _finish(self) -> None:
-        if hasattr(self, "_writer"):  # else the constructor failed
-            self._writer.say_closing()
-            self._writer.close()
+        if (writer := self._transport) is not None:  # else the constructor failed
+            writer.say_closing()
+            writer.close()
         self._watch.close()
 
 
